@@ -153,7 +153,7 @@ def _compare(store: dist.Store, rank: int, ranks: int) -> Callable[[], object]:
 def _mesh(store: dist.Store, rank: int, ranks: int) -> Callable[[], object]:
     """A record as long as the package's, from every rank to every other."""
     group: Any = dist.ProcessGroupGloo(store, rank, ranks, TIMEOUT)
-    sent, came = (torch.zeros(ranks, 6, dtype=torch.int64) for _ in range(2))
+    sent, came = (torch.zeros(ranks, 3, dtype=torch.int64) for _ in range(2))
     return lambda: group.alltoall_base(came, sent, [], []).wait()
 
 
@@ -228,9 +228,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for exchange in exchanges
     ]
     for ranks in FORMULAS:  # one socket more listens
-        rounds, rest = divmod(ranks.bit_length() - 1, 3)
-        for exchange, peers in ((MESH, ranks - 1), (GROUPS, 7 * rounds + 2**rest - 1)):
-            rows.append([str(ranks), exchange, str(peers + 1), "", "", "", str(3 * peers), "", ""])
+        levels, rest = divmod(ranks.bit_length() - 1, 3)
+        broadcasts = levels - (rest == 0)  # below the highest group, each to three ranks at once
+        rows_of = ((MESH, ranks - 1, 0), (GROUPS, 7 * levels + 2**rest - 1, broadcasts))
+        for exchange, peers, sent in rows_of:
+            segments = str(3 * peers + 6 * sent)
+            rows.append([str(ranks), exchange, str(peers + 1), "", "", "", segments, "", ""])
     columns = ["ranks", "exchange", "sockets", "threads", "keys", "kB of the store"]
     columns += ["segments", "ms a step", "s to connect"]
     show("Hosts that compare notes", columns, rows, markdown=options.markdown)

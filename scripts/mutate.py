@@ -60,8 +60,8 @@ MUTANTS = [
     ),
     Mutant(
         "distributed/agreement.py",
-        "have_changed or differ or _FAIL in votes",
-        "have_changed or _FAIL in votes",
+        "(votes & _FAILS).any() or digests.sum()",
+        "(votes & _FAILS).any()",
     ),
     Mutant(
         "distributed/agreement.py",

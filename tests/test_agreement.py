@@ -142,13 +142,13 @@ def test_any_connected_sets_will_do(ranks):
 
 def exchanges_of(steps):
     """Runs steps, given as the sets of each; returns how many gathers each took on this rank."""
-    totals, calls, shared, gather = [0], [], Agreement(), agreement._all_gather
+    totals, calls, shared, gather = [0], [], Agreement(), agreement.all_gather
 
     def counted(*args):
         calls.append(args)
         return gather(*args)
 
-    agreement._all_gather = counted
+    agreement.all_gather = counted
     for sets in steps:
         assert compare(shared, notes_on(sets), None) is None
         totals.append(len(calls))
@@ -371,8 +371,8 @@ def gathered_by(sizes):
     rank, gathered = dist.get_rank(), {}
     for size in sizes:
         if rank < size:
-            connections = optimizer.distributed.connections.connections_of(tuple(range(size)))
-            gathered[size] = connections.all_gather(torch.tensor([[rank, -rank]]))
+            ranks, sent = tuple(range(size)), torch.tensor([[rank, -rank]])
+            gathered[size] = agreement.all_gather(ranks, sent)
     return gathered
 
 

@@ -776,8 +776,8 @@ def shorten_timeouts() -> None:
     timeout = timedelta(seconds=TIMEOUT)
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-    for connections in optimizer.distributed.connections._cache.current().values():
-        for group in connections._groups.values():
+    for groups in optimizer.distributed.connections._cache.current().values():
+        for group in groups.values():
             group._set_default_timeout(timeout)
 
 

@@ -424,7 +424,7 @@ class Muon(torch.optim.Optimizer):
         try:
             if error is None:
                 self._integrity.check()
-                self._agreement.check_together()
+                self._integrity.check_together()
                 groups, plan, absent = self._plan()
                 scaling.check(groups)
                 # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
@@ -937,9 +937,8 @@ class Muon(torch.optim.Optimizer):
             self._rounding.end_interrupted()
             if not self._agreement.only_creates:
                 self._rounding.count_step(self.param_groups)
-        has_parted = self._integrity.accept() or self._agreement.has_parted
+        self._integrity.accept()
         self._forget_plans()
-        self._agreement.has_parted = has_parted
 
     @_through_wrappers
     @torch.no_grad()

@@ -2,42 +2,38 @@
 
 If one rank raised alone, the ranks of its meshes would wait for it, the ranks of their meshes for
 them, and so on. So all ranks that a chain of meshes connects, a *union*, decide together. Before
-each step every rank sends its union one record of fixed size: hashes of its notes, and its vote on
+each step every rank sends its union one record of fixed size: a hash of its notes, and its vote on
 whether to step. The exchange runs on the CPU over gloo; hosts wait for each other, devices don't.
 Only when records differ do ranks send their notes as text, to name what differs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from operator import or_
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from .connections import NoConnection, Ranks, close_connections, connections_of
+from .connections import Ranks, all_gather, close_connections
 from .plan import ranks_sort_key
-from .utils import this_rank, world_timeout
+from .utils import this_rank
 
 CHECKS = ("step", "plan", "off")
 
-# The vote of a rank, the fourth field of its record. A rank for which the step only creates state
-# adds _ONLY_CREATES.
-_GO, _SKIP, _FAIL = range(3)
-_ONLY_CREATES = 4
-
-# Every exchange starts with one record of six int64. Gloo aborts the process when ranks send
+# Every exchange starts with one record of three int64. Gloo aborts the process when ranks send
 # different sizes, so ranks must send the same size even when they are at different exchanges.
-_DISCOVER, _STEP, _SETS, _NOTES = range(4)  # first field of a record: what its sender exchanges
+# The first field says what the sender exchanges: one of these, or in a step a hash of its union.
+_SETS, _DETAILS = range(2)
+
+# The vote of a rank, the second field of its record in a step: a sum of these.
+_SKIPS, _FAILS, _HAS_CHANGED, _ONLY_CREATES = 1, 2, 4, 8
 
 _OPTIMIZERS_DIFFER = (
     "ranks {} and {} step different optimizers; let all ranks make, copy, load and step theirs "
@@ -45,43 +41,22 @@ _OPTIMIZERS_DIFFER = (
 )
 
 
-@dataclass(frozen=True)
-class StepNotes:
-    """What this rank is about to do in a step together with the ranks of one set.
+class StepNotes(NamedTuple):
+    """What this rank is about to do in a step together with the ranks of one set."""
 
-    Args:
-        lines: what all ranks of the set must have alike: parameters, their placements, options.
-        gradients: names of the parameters that have a gradient.
-        owners: a hash of the plan that follows from lines and gradients.
-        optimizer: text that says how many optimizers the ranks made before this one, and how often
-            this one has stepped.
-    """
-
-    lines: Sequence[str]
-    gradients: Sequence[str]
-    owners: str = ""
-    optimizer: str = ""
+    lines: Sequence[str]  # what the ranks must have alike: parameters, their placements, options
+    gradients: Sequence[str]  # names of the parameters that have a gradient
+    owners: str = ""  # a hash of the plan that follows from lines and gradients
+    optimizer: str = ""  # how many the ranks made before this one, and how often it has stepped
 
 
-class _Disagreement(Exception):
-    """Why ranks can't step; all ranks that compared raise it with the same text."""
+class _Union(NamedTuple):
+    """The ranks that step together; on all of them the fields are equal."""
 
-
-@dataclass(frozen=True)
-class _Union:
-    """The ranks that step together; on all of them the fields are equal, except for ``sets``.
-
-    Args:
-        sets: the sets that this rank is in, `_in_order`.
-        ranks: all ranks that a chain of sets connects with this one.
-        identity: a hash of all sets of the union.
-        world: a weak reference to the default process group that has these ranks.
-    """
-
-    sets: tuple[Ranks, ...]
+    sets: list[Ranks]  # of all its ranks, `_in_order`
     ranks: Ranks
-    identity: int
-    world: Callable[[], Any]
+    identity: int  # a hash of the sets
+    world: Callable[[], Any]  # a weak reference to the default process group that has these ranks
 
 
 class Registration:
@@ -98,29 +73,26 @@ class Registration:
     _all: list[Registration] = []  # in order of construction
 
     def __init__(self, sets: Callable[[], set[Ranks]]):
-        self._sets_now = weakref.WeakMethod(sets)
-        self._sets = sets()
+        self._sets = weakref.WeakMethod(sets)
         self._numbers: dict[Ranks, int] = {}
         Registration._all.append(self)
 
     @property
     def optimizer(self) -> Any:
         """The optimizer, which may be asked for through a wrapper of it."""
-        return self._sets_now().__self__  # type: ignore[union-attr]
+        return self._sets().__self__  # type: ignore[union-attr]
 
     def number(self, ranks: Ranks) -> int:
         """How many of the optimizers that ``ranks`` share were made before this one."""
         if ranks not in self._numbers:
-            living = [o for o in Registration._all if o._numbers or o._sets_now() is not None]
-            Registration._all = living
-            earlier = living[: living.index(self)]
-            for other in earlier:
-                sets = other._sets_now()
-                if sets is not None:  # parameters may have been swapped since construction
-                    other._sets |= sets()
-            self._numbers[ranks] = sum(ranks in other._sets for other in earlier)
-            self._sets.add(ranks)
+            Registration._all = [o for o in Registration._all if o._numbers or o._sets()]
+            earlier = Registration._all[: Registration._all.index(self)]
+            self._numbers[ranks] = sum(other._is_shared_by(ranks) for other in earlier)
         return self._numbers[ranks]
+
+    def _is_shared_by(self, ranks: Ranks) -> bool:
+        sets = self._sets()
+        return ranks in self._numbers or (sets is not None and ranks in sets())
 
 
 class Agreement:
@@ -136,12 +108,10 @@ class Agreement:
         only_creates: whether the step only creates state, on all ranks: there was no state, the
             learning rate is 0, and all gradients are zeros.
         steps: how many steps were made since this object was made.
-        has_parted: whether a step broke off on this rank, and was accepted, where ranks can no
-            longer step together.
     """
 
     def __init__(self) -> None:
-        self.may_go = self.has_compared = self.only_creates = self.has_parted = False
+        self.may_go = self.has_compared = self.only_creates = False
         self.steps = 0
         self._union: Optional[_Union] = None
         self._structure: Optional[Mapping[Ranks, Any]] = None  # of the last agreement
@@ -152,15 +122,6 @@ class Agreement:
     def begin(self) -> None:
         """Begins a step, in which this rank has not voted yet."""
         self.may_go = self.has_compared = False
-
-    def check_together(self) -> None:
-        """Raises RuntimeError where ranks can no longer step together."""
-        if self.has_parted:
-            raise RuntimeError(
-                "step() broke off on this rank, which other ranks exchange matrices or share "
-                "parameters with, and they can't know how far it came: save state_dict() and start "
-                "a fresh launch from it"
-            )
 
     def decide(
         self,
@@ -185,19 +146,21 @@ class Agreement:
             only_creates: whether the step only creates state, as far as this rank knows.
 
         Raises:
-            ValueError: ranks would do different things.
+            ValueError: ranks would do different things; the text is the same on all of them.
             RuntimeError: a rank did not come, or died meanwhile.
         """
         is_due = self._is_due(how_often, structure, skip is not None)
         has_others = any(len(ranks) > 1 for ranks in sets)
         self.may_go = error is None and has_others
         self.only_creates = only_creates and (is_due or not has_others)
-        skips = bool(skip)
+        skips, text = bool(skip), None
+        if error is not None:
+            is_plain = isinstance(error, ValueError)
+            text = str(error) if is_plain else f"{type(error).__name__}: {error}"
         if is_due:
             try:
                 with record_function("Muon.agree"):
-                    step_notes = notes() if error is None else {}
-                    skips = self.check(step_notes, _error_text(error), sets, skips)
+                    skips = self.check(notes() if error is None else {}, text, sets, skips)
                 self.has_compared = True
             except (RuntimeError, ValueError):
                 if error is None:  # else this rank's own error is the cause, or says more
@@ -219,16 +182,14 @@ class Agreement:
         that. A change of what only some ranks share does not count: the other ranks would not come
         to compare.
         """
-        if not _can_compare():
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
             return False
         if how_often != "plan" or may_skip or self._structure is None:
             return may_skip or how_often != "off"
-        union = set(self._union.ranks) if self._union is not None else set()
-        now, then = (
-            {ranks: shared for ranks, shared in by_set.items() if union.issubset(ranks)}
-            for by_set in (structure, self._structure)
-        )
-        return now != then
+        union = self._union.ranks if self._union is not None else ()
+        before = self._structure
+        common = [ranks for ranks in {*structure, *before} if set(ranks).issuperset(union)]
+        return any(structure.get(ranks) != before.get(ranks) for ranks in common)
 
     def check(
         self,
@@ -237,177 +198,158 @@ class Agreement:
         sets: Iterable[Ranks],
         skip: bool = False,
     ) -> bool:
-        """Compares notes with all ranks of this rank's union.
+        """Compares notes with all ranks of this rank's union: whether one of them skips the step.
 
-        Args:
-            notes: by ranks, what this rank must have in common with them; the ranks are a set or a
-                part of one.
-            error: why this rank can't step, or None. If there is an error, notes are ignored.
-            sets: the ranks that share parameters with this one, mesh by mesh. Sets of one rank, or
-                without this one, are ignored. All ranks of each set make this call, and so do
-                ranks that had sets at the last call, even if they have none any more.
-            skip: whether this rank is to skip the step.
-
-        Returns:
-            Whether one of the ranks skips the step, so that all do.
-
-        Raises:
-            ValueError: the ranks can't step; the text is the same on every rank of the union.
-            RuntimeError: a rank did not come, or died meanwhile.
+        Sets of one rank, or without this one, are ignored. All ranks of each set make this call,
+        and so do ranks that had sets at the last call, even if they have none any more. With an
+        error, which is text, notes are ignored; their ranks are a set or a part of one.
         """
-        self.may_go = False
-        rank, sets = dist.get_rank(), self._shared(sets)
+        self.may_go, rank = False, this_rank()
+        sets = _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
         notes = {ranks: notes[ranks] for ranks in notes if rank in ranks}
         union, self._union = self._union, None  # until the records of the ranks have come
         if union is not None and union.world() is not dist.group.WORLD:
             union = None
-        with self._closing((*sets, *((*union.sets, union.ranks) if union else ()))):
-            while sets or union is not None:
-                if union is None:
-                    union = _discover(sets)
-                skips = self._compare(union, sets, notes, error, skip)
-                if skips is not None:
-                    return skips
-                union = None
-            return skip
-
-    def _shared(self, sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
-        """The sets that have this rank and others, `_in_order`."""
-        rank = this_rank()
-        return _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
-
-    @contextlib.contextmanager
-    def _closing(self, groups: Iterable[Ranks]) -> Iterator[None]:
-        """A context for exchanges: if one breaks off, the connections of these groups are closed.
-
-        The exchange leaves the group it was in unusable. Closing the other groups spares the ranks
-        that wait for this one their timeout.
-        """
+        fails = error is not None
+        vote = _SKIPS * skip + _FAILS * fails + _ONLY_CREATES * self.only_creates
         try:
-            yield
-        except _Disagreement as disagreement:
+            while sets or union is not None:
+                union = union or _find_union(sets)
+                # A rank whose sets have changed still sends its record to the union as it was: it
+                # can't know which other ranks have changed their sets, too.
+                has_changed = sets != [ranks for ranks in union.sets if rank in ranks]
+                digest = 0 if fails or has_changed else _digest_of_notes(notes)
+                self.may_go = not (fails or skip)
+                record = [union.identity, vote + _HAS_CHANGED * has_changed, digest]
+                _, votes, digests = _exchange_records(union.ranks, record).unbind(1)
+                skips = bool((votes & _SKIPS).any())
+                have_changed = bool((votes & _HAS_CHANGED).any())
+                differ = have_changed or bool((votes & _FAILS).any() or digests.sum())  # mod 2⁶⁴
+                self.may_go = not (differ or skips)
+                if not differ:
+                    self._union, self.only_creates = union, bool((votes & _ONLY_CREATES).all())
+                    return skips
+                details = [error, sets, list(notes.items())]
+                by_rank = zip(union.ranks, _exchange_text(union.ranks, _DETAILS, details))
+                problem = _find_problem(dict(by_rank), have_changed)
+                if problem is not None:
+                    self._union = union
+                    raise ValueError(problem)
+                union = None
+        except ValueError:
             self.may_go = False
-            raise ValueError(str(disagreement)) from None
+            raise
         except BaseException:
+            # The exchange has left its connections unusable. Closing the others, too, spares the
+            # ranks that wait for this one their timeout.
             self._union = None
-            for ranks in groups:
+            for ranks in [*sets, *([*union.sets, union.ranks] if union is not None else ())]:
                 close_connections(ranks)
             raise
-
-    def _compare(
-        self,
-        union: _Union,
-        sets: tuple[Ranks, ...],
-        notes: Mapping[Ranks, StepNotes],
-        error: Optional[str],
-        skip: bool,
-    ) -> Optional[bool]:
-        """Whether the ranks of a union skip the step; None if the union itself has changed.
-
-        A rank whose sets have changed still sends its record to the union as it was, since it can't
-        know which other ranks have changed their sets, too.
-        """
-        vote = _FAIL if error is not None else _SKIP if skip else _GO
-        record = _record(union, sets, notes, vote)
-        record[3] += _ONLY_CREATES * self.only_creates
-        self.may_go = vote == _GO
-        records = _exchange_records(union.ranks, record)
-        have_changed, votes = bool(records[:, 2].any()), (records[:, 3] % _ONLY_CREATES).tolist()
-        only_creates = bool((records[:, 3] & _ONLY_CREATES).all())
-        differ = bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
-        agree, skips = not (have_changed or differ or _FAIL in votes), _SKIP in votes
-        self.may_go = agree and not skips
-        problem = None
-        if have_changed:
-            failure, sets_of = _exchange_details(union.ranks, _SETS, error, sets)
-            contradiction = _contradiction(sets_of)
-            if contradiction is None:
-                return None
-            problem = failure or contradiction
-        elif not agree:
-            problem = _find_difference(union.ranks, notes, error)
-        self._union, self.only_creates = union, only_creates
-        if problem is not None:
-            raise _Disagreement(problem)
-        return skips
+        return skip
 
 
-def _error_text(error: Optional[BaseException]) -> Optional[str]:
-    if error is None:
-        return None
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-
-
-def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
+def _in_order(sets: Iterable[Ranks]) -> list[Ranks]:
     """Sorts sets into the one order in which all ranks exchange; else ranks would block each other.
 
     Larger sets come first: they show contradictions before a rank waits in vain in a smaller set.
     """
-    return tuple(sorted(sets, key=ranks_sort_key))
+    return sorted(set(sets), key=ranks_sort_key)
 
 
-def _record(
-    union: _Union, sets: Sequence[Ranks], notes: Mapping[Ranks, StepNotes], vote: int
-) -> list[int]:
-    """The record of this rank in a step.
+def _find_union(sets: Sequence[Ranks]) -> _Union:
+    """Finds the union of a rank with these sets: round by round, ranks pass on what is new to them.
 
-    Its fields are the stage, the union, whether this rank's sets have changed, its vote, and the
-    hashes of lines and of gradients.
-
-    The hashes of all sets are added with weights, so that every record has the same size. In a set
-    of n ranks the first rank's weight is n − 1, and that of each other rank −1: the weights of the
-    set add up to 0, those of any part of it don't. If all ranks of each set have the same hash, the
-    sum over the union is 0 modulo 2⁶⁴. If they don't, it is 0 by a chance of less than 1 in 2⁴⁸
-    (for up to 2¹⁶ ranks). Each hash covers the ranks of its set as well, so that sets with equal
-    notes don't cancel out.
+    One round is enough if one set has all ranks, else as many as there are sets. Until a rank has
+    heard of all, each round brings it another, so it knows of more sets than it has made rounds.
+    Raises ValueError if a rank lacks a set that another one names; ranks that have no larger set
+    with both of them wait for their timeout.
     """
-    rank = dist.get_rank()
-    lines = gradients = 0
-    if vote != _FAIL and union.sets == sets:
-        for ranks in notes:
-            weight = len(ranks) - 1 if rank == ranks[0] else -1
-            lines += weight * _digest(ranks, [notes[ranks].optimizer, *notes[ranks].lines])
-            names = sorted(set(notes[ranks].gradients))
-            gradients += weight * _digest(ranks, [*names, notes[ranks].owners])
-    lines, gradients = ((total + 2**63) % 2**64 - 2**63 for total in (lines, gradients))
-    return [_STEP, union.identity, int(union.sets != sets), vote, lines, gradients]
+    known, told = set(sets), set[Ranks]()
+    rounds, needed = 0, 1
+    while rounds < needed:
+        news, told = known - told, set(known)
+        for ranks in sets:
+            texts = _exchange_text(ranks, _SETS, _in_order(news - {ranks}))
+            reports = {rank: {ranks, *map(tuple, text)} for rank, text in zip(ranks, texts)}
+            contradiction = _contradiction(reports) if rounds == 0 else None  # of ranks' own sets
+            if contradiction is not None:
+                raise ValueError(contradiction)
+            known.update(*reports.values())
+        everyone = set().union(*known)
+        rounds += 1
+        needed = 1 if everyone in map(set, known) else len(known)
+    all_sets, world = _in_order(known), weakref.ref(dist.group.WORLD)
+    return _Union(all_sets, tuple(sorted(everyone)), _digest([repr(all_sets)]), world)
 
 
-def _exchange_details(
-    ranks: Ranks, stage: int, error: Optional[str], content: Sequence
-) -> tuple[Optional[str], dict[int, Any]]:
-    """Exchanges errors and contents: the error of the first rank that has one, and all contents."""
-    texts = _exchange_text(ranks, stage, [error, content])
-    details = dict(zip(ranks, texts))
-    errors = (f"rank {rank}: {text}" for rank, (text, _) in details.items() if text is not None)
-    return next(errors, None), {rank: content for rank, (_, content) in details.items()}
+def _digest(lines: Iterable[str]) -> int:
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Optional[str]) -> str:
-    """Says, from the notes of all its ranks, what keeps a union from stepping; the same on each."""
-    content = [(ranks, list(n.lines), list(n.gradients), n.optimizer) for ranks, n in notes.items()]
-    failure, contents = _exchange_details(union, _NOTES, error, content)
-    if failure is not None:
-        return failure
-    notes_by_set: dict[Ranks, dict[int, StepNotes]] = {}
-    for rank, content in contents.items():
-        for ranks, lines, gradients, optimizer in content:
-            rank_notes = StepNotes(lines, gradients, optimizer=optimizer)
-            notes_by_set.setdefault(tuple(ranks), {})[rank] = rank_notes
+def _digest_of_notes(notes: Mapping[Ranks, StepNotes]) -> int:
+    """A number that adds up to 0 over a union, modulo 2⁶⁴, if each set's ranks have equal notes.
+
+    In a set of n ranks the first one's hash counts n − 1 times, and that of each other −1 times. If
+    notes differ, the sum is 0 by a chance of less than 1 in 2⁴⁸ (for up to 2¹⁶ ranks).
+    """
+    total = 0
+    for ranks, (lines, gradients, owners, optimizer) in notes.items():
+        weight = len(ranks) - 1 if this_rank() == ranks[0] else -1
+        names = sorted(set(gradients))
+        total += weight * _digest([repr(ranks), optimizer, owners, *lines, "", *names])
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _find_problem(details: Mapping[int, Sequence[Any]], have_changed: bool) -> Optional[str]:
+    """Says, from each rank's error, sets and notes, why a union can't step.
+
+    None if only sets have changed, on all their ranks.
+    """
+    errors = (f"rank {rank}: {error}" for rank, (error, *_) in details.items() if error is not None)
+    failure = next(errors, None)
+    if not have_changed:
+        return failure or _difference({rank: notes for rank, (*_, notes) in details.items()})
+    contradiction = _contradiction(
+        {rank: set(map(tuple, sets)) for rank, (_, sets, _) in details.items()}
+    )
+    return contradiction and (failure or contradiction)
+
+
+def _contradiction(named: Mapping[int, Collection[Ranks]]) -> Optional[str]:
+    """Says which rank lacks a set that another one names; by rank, ascending, the sets it names."""
+    for ranks in _in_order(set().union(*named.values())):
+        lacking = [rank for rank in ranks if rank in named and ranks not in named[rank]]
+        if lacking:
+            naming = next(rank for rank in named if ranks in named[rank])
+            return (
+                f"rank {naming} has parameters on a mesh of ranks {list(ranks)}, rank "
+                f"{lacking[0]} has none there; give all ranks of a mesh the same parameters"
+            )
+    return None
+
+
+def _difference(notes: Mapping[int, Sequence[Any]]) -> str:
+    """Says in what the notes of a union's ranks differ."""
+    notes_by_set: dict[Ranks, dict[int, StepNotes]] = defaultdict(dict)
+    for rank, notes_of_rank in notes.items():
+        for ranks, fields in notes_of_rank:
+            notes_by_set[tuple(ranks)][rank] = StepNotes(*fields)
+    missing: list[str] = []
     for ranks in _in_order(notes_by_set):
         by_rank, first = notes_by_set[ranks], ranks[0]
+        lacking = [rank for rank in ranks if rank not in by_rank]
         if not any(rank_notes.lines for rank_notes in by_rank.values()):
             # These ranks are part of a mesh; one without any gradient there has taken no notes.
-            for rank in ranks:
-                by_rank.setdefault(rank, StepNotes([], []))
-        for rank in ranks:
-            if rank not in by_rank or first not in by_rank:
-                return (
-                    f"ranks {rank if rank not in by_rank else first} and {next(iter(by_rank))} "
-                    "would do different things: only the latter exchanges matrices with ranks "
-                    f"{list(ranks)}"
-                )
-            reference, compared = by_rank[first], by_rank[rank]
+            by_rank.update(dict.fromkeys(lacking, StepNotes([], [])))
+        elif lacking:
+            return (
+                f"ranks {lacking[0]} and {next(iter(by_rank))} would do different things: only the "
+                f"latter exchanges matrices with ranks {list(ranks)}"
+            )
+        reference = by_rank[first]
+        for rank, compared in sorted(by_rank.items()):
             if compared.optimizer != reference.optimizer:
                 return (
                     f"{_OPTIMIZERS_DIFFER.format(first, rank)}. Rank {first} steps "
@@ -419,7 +361,11 @@ def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Opti
                     f"same parameters and options in the same order. "
                     f"{_first_different_line(first, reference.lines, rank, compared.lines)}"
                 )
-    missing = _missing_gradients(notes_by_set)
+        present = {rank: set(by_rank[rank].gradients) for rank in ranks}
+        for name in sorted(set().union(*present.values())):
+            without = [rank for rank in ranks if name not in present[rank]]
+            if without:
+                missing.append(f"{name} on ranks {without}")
     if not missing:
         return "ranks have planned different owners; do all load the same version of this package?"
     return (
@@ -427,18 +373,6 @@ def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Opti
         'compute one for it, or set missing_grad="zero": absent ones count as zeros then, but of '
         'replicas only where the step averages them, grad_reduce="mean"'
     )
-
-
-def _missing_gradients(notes_by_set: Mapping[Ranks, Mapping[int, StepNotes]]) -> list[str]:
-    """Says for each parameter with a gradient on some ranks only which ranks lack it."""
-    missing = []
-    for ranks in _in_order(notes_by_set):
-        names = {rank: set(notes_by_set[ranks][rank].gradients) for rank in ranks}
-        for name in sorted(set().union(*names.values())):
-            lacking = [rank for rank in ranks if name not in names[rank]]
-            if lacking:
-                missing.append(f"{name} on ranks {lacking}")
-    return missing
 
 
 def _first_different_line(a: int, lines_a: Sequence[str], b: int, lines_b: Sequence[str]) -> str:
@@ -452,128 +386,21 @@ def _first_different_line(a: int, lines_a: Sequence[str], b: int, lines_b: Seque
     return f"Rank {a} has {line_a!r}, rank {b} has {line_b!r}"
 
 
-def _digest(ranks: Ranks, lines: Sequence[str]) -> int:
-    text = "\n".join([repr(ranks), *lines])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-
-
-def _can_compare() -> bool:
-    """Whether there are ranks to compare with; in a fake process group there are none."""
-    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
-
-
-def _discover(sets: tuple[Ranks, ...]) -> _Union:
-    """Finds the union that this rank belongs to, by passing on which ranks are in which sets.
-
-    In a round, every rank tells the ranks of each of its sets which sets it has heard of. Let the
-    distance of two ranks be the least number of sets that lead from one to the other, and D the
-    largest distance in the union. After t rounds a rank has heard of the sets of every rank at
-    distance t or less, by induction: the next rank on a shortest path knew them a round earlier. A
-    rank has heard of all sets exactly when it knows the sets of every rank that is named in sets it
-    knows, which takes at most D rounds. Then it knows D, which depends only on the sets. So all
-    ranks stop after round D. Each has then done its exchanges in the same order of (round, set), in
-    which no two ranks block each other. With one set of all ranks, D is 1.
-
-    Raises:
-        _Disagreement: a rank lacks a set that another says it is in. All ranks of the set in which
-            this shows raise; ranks outside of it wait for their timeout.
-    """
-    rank = dist.get_rank()
-    sets_of: dict[int, tuple[Ranks, ...]] = {rank: sets}
-    rounds = 0
-    while True:
-        rounds += 1
-        heard = list(sets_of.items())  # before this round: its news go out in the next one, once
-        for ranks in sets:
-            # A rank that has heard of no set but this one sends no text at all.
-            content = heard if heard != [(rank, (ranks,))] else None
-            reported: dict[int, tuple[Ranks, ...]] = {}
-            for sender, report in zip(ranks, _exchange_text(ranks, _DISCOVER, content)):
-                for member, its_sets in report if report is not None else [(sender, [ranks])]:
-                    reported[member] = tuple(map(tuple, its_sets))
-            problem = _contradiction(reported)
-            if problem is not None:
-                raise _Disagreement(problem)
-            sets_of.update(reported)
-        all_sets: set[Ranks] = set().union(*sets_of.values())
-        union = set().union(*all_sets)
-        if union == set(sets_of) and rounds >= _diameter(sets_of):
-            identity = _digest((), [repr(sorted(all_sets))])
-            world = weakref.ref(dist.group.WORLD)
-            return _Union(sets, tuple(sorted(union)), identity, world)
-
-
-def _diameter(sets_of: Mapping[int, tuple[Ranks, ...]]) -> int:
-    """The largest distance of two ranks of a union: the rounds until each has heard of all."""
-    heard = {rank: 1 << number for number, rank in enumerate(sets_of)}  # a bit for each rank
-    everyone = (1 << len(sets_of)) - 1
-    all_sets, rounds = set().union(*sets_of.values()), 0
-    while any(bits != everyone for bits in heard.values()):
-        exchanged = {ranks: reduce(or_, (heard[rank] for rank in ranks)) for ranks in all_sets}
-        heard = {rank: reduce(or_, (exchanged[s] for s in sets)) for rank, sets in sets_of.items()}
-        rounds += 1
-    return rounds
-
-
-def _contradiction(sets_of: Mapping[int, Iterable[Sequence[int]]]) -> Optional[str]:
-    """Says which rank lacks a set that another one names, among ranks whose sets are known."""
-    named_by: dict[Ranks, list[int]] = {}
-    for rank in sorted(sets_of):
-        for ranks in sets_of[rank]:
-            named_by.setdefault(tuple(ranks), []).append(rank)
-    for ranks in _in_order(named_by):
-        lacking = sorted(set(ranks).intersection(sets_of).difference(named_by[ranks]))
-        if lacking:
-            return (
-                f"rank {named_by[ranks][0]} has parameters on a mesh of ranks {list(ranks)}, rank "
-                f"{lacking[0]} has none there; give all ranks of a mesh the same parameters"
-            )
-    return None
+def _exchange_text(ranks: Ranks, what: int, content: Sequence) -> list[Any]:
+    """The content of all ``ranks``, in order, sent as JSON; nothing is sent if all have none."""
+    encoded = json.dumps(content).encode()
+    records = _exchange_records(ranks, [what, len(encoded) if content else 0, 0])
+    longest = int(records[:, 1].max())
+    if longest == 0:
+        return [[] for _ in ranks]
+    padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8)
+    return [json.loads(bytes(row.tolist())) for row in all_gather(ranks, padded)]
 
 
 def _exchange_records(ranks: Ranks, fields: Sequence[int]) -> torch.Tensor:
-    """The records of all ``ranks``, in order, of shape (ranks, fields), in int64.
-
-    Raises:
-        _Disagreement: ranks are at different stages, or in a step of different unions.
-    """
-    records = _all_gather(ranks, torch.tensor(fields, dtype=torch.int64, device="cpu"))
-    for field in (0, 1) if fields[0] == _STEP else (0,):
-        different = (records[:, field] != records[0, field]).nonzero()
-        if len(different):
-            raise _Disagreement(_OPTIMIZERS_DIFFER.format(ranks[0], ranks[int(different[0])]))
+    """The records of all ``ranks``, (ranks, fields), int64; raises if their first fields differ."""
+    records = all_gather(ranks, torch.tensor(fields, dtype=torch.int64, device="cpu"))
+    different = (records[:, 0] != records[0, 0]).nonzero()
+    if len(different):
+        raise ValueError(_OPTIMIZERS_DIFFER.format(ranks[0], ranks[int(different[0])]))
     return records
-
-
-def _exchange_text(ranks: Ranks, stage: int, content: Optional[list]) -> list[Any]:
-    """The content of all ``ranks``, in order, sent as JSON; None for a rank that sends none."""
-    encoded = json.dumps(content).encode() if content is not None else b""
-    records = _exchange_records(ranks, [stage, len(encoded), 0, 0, 0, 0])
-    sizes = records[:, 1].tolist()
-    if not any(sizes):
-        return [None] * len(ranks)
-    padded = torch.frombuffer(bytearray(encoded.ljust(max(sizes))), dtype=torch.uint8)
-    gathered = _all_gather(ranks, padded)
-    buffer = bytearray(gathered.numel())
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(gathered.flatten())
-    starts = range(0, len(buffer), len(padded))
-    texts = [buffer[start : start + size] for start, size in zip(starts, sizes)]
-    return [json.loads(text) if text else None for text in texts]
-
-
-def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
-    """Gathers tensors of one shape from all ``ranks``: (ranks, *shape).
-
-    Raises:
-        RuntimeError: a rank did not come, or gloo can't connect the ranks.
-    """
-    try:
-        return connections_of(ranks).all_gather(tensor)
-    except NoConnection as error:
-        raise RuntimeError(str(error)) from error.__cause__
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"ranks {list(ranks)} have to call step() together, but one of them didn't within "
-            f"{world_timeout()}, or failed meanwhile, or has consistency_check='off', or 'plan' "
-            f"and options that were changed on other ranks only: {error}"
-        ) from error

@@ -26,13 +26,16 @@ class _Status(enum.Enum):
 
 
 class Integrity:
-    """Whether weights and state of an optimizer belong together."""
+    """Whether weights and state of an optimizer belong together; copies start afresh."""
 
     def __init__(self) -> None:
         self._status = _Status.WHOLE
         self._cause = ""  # why the status is not WHOLE, in words
         self._may_load = False  # whether `loading` is active
         self._has_parted = False  # whether a step that broke off has left ranks apart
+
+    def __reduce__(self) -> tuple:
+        return Integrity, ()
 
     @property
     def is_broken(self) -> bool:
@@ -57,11 +60,18 @@ class Integrity:
         if self._status is not _Status.PARTIAL:
             self.check()
 
-    def accept(self) -> bool:
-        """Accepts a step that broke off. Returns whether it has left ranks apart."""
-        has_parted = self.is_broken and self._has_parted
+    def accept(self) -> None:
+        """Accepts a step that broke off; `check_together` knows whether it has left ranks apart."""
         self._status = _Status.WHOLE
-        return has_parted
+
+    def check_together(self) -> None:
+        """Raises RuntimeError where an accepted step has left ranks apart."""
+        if self._has_parted:
+            raise RuntimeError(
+                "step() broke off on this rank, which other ranks exchange matrices or share "
+                "parameters with, and they can't know how far it came: save state_dict() and start "
+                "a fresh launch from it"
+            )
 
     @contextlib.contextmanager
     def changing(
@@ -112,7 +122,7 @@ class Integrity:
             self._status = _Status.LOADING
 
     def finish_loading(self) -> None:
-        self._status = _Status.WHOLE
+        self._status, self._has_parted = _Status.WHOLE, False
 
     def discard(self) -> None:
         if not self.is_broken:
