@@ -8,7 +8,7 @@ import torch
 
 from kernel import optimizer
 
-max_qk_logits = optimizer.qk_clip.max_qk_logits
+max_qk_logits = optimizer.max_qk_logits
 
 HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (3, 1)}
 KINDS = [*HEADS, "MLA", "MLA, a key per head"]

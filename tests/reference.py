@@ -57,13 +57,6 @@ FAMILIES = {
 }
 # Made for other counts of iterations than five.
 LONGER_AND_SHORTER = {
-    # thib-s/flash-newton-schulz, four iterations behind `aol`.
-    "aol": [
-        (4.6051, -9.6552, 5.6769),
-        (4.7505, -6.0861, 2.1790),
-        (2.7763, -2.3190, 0.5523),
-        (2.4231, -2.2861, 0.8193),
-    ],
     # DeepSeek-V4, section 2.4: ten iterations in two stages.
     "deepseekv4": [(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)] * 2,
 }
@@ -126,7 +119,6 @@ def newton_schulz(
     eps_absolute=0.0,
     equilibrated=False,
     renormalized=False,
-    preconditioned=False,
 ) -> Tensor:
     """U = iterate(X) of the normalized input, in float64. G: (rows, cols).
 
@@ -144,7 +136,7 @@ def newton_schulz(
     eps = eps + eps_absolute / X.abs().max()
     X = X / X.abs().max()
     X = X / (frobenius(X) * norm_factor + eps)
-    U = iterate(aol(X) if preconditioned else X, coefficients)
+    U = iterate(X, coefficients)
     return renormalize(U) if renormalized else U
 
 
@@ -153,15 +145,6 @@ def equilibrate(X: Tensor) -> Tensor:
     of rows count as 1e-6 at least."""
     norms = X.square().sum(1, keepdim=True).sqrt()
     return X * (frobenius(X) / math.sqrt(len(X)) / norms.clamp(min=1e-6))
-
-
-def aol(X: Tensor) -> Tensor:
-    """Rows, on the orientation with rows <= cols, over the root of the sum of magnitudes in their
-    row of XXᵀ: then no singular value is above 1 (Prach & Lampert, arXiv 2208.03160)."""
-    if X.shape[0] > X.shape[1]:
-        return aol(X.T).T
-    sums = (X @ X.T).abs().sum(1, keepdim=True)
-    return X / torch.where(sums == 0, 1.0, sums).sqrt()
 
 
 def renormalize(U: Tensor) -> Tensor:
@@ -428,7 +411,6 @@ class ReferenceMuon:
         coefficients = coefficients_of(family, o["ns_steps"] if isinstance(family, str) else None)
         factor = o["ns_norm_factor"] or norm_factor_of(family)
         how = o["ns_eps"], o["ns_eps_absolute"] or 0.0, o["ns_equilibrate"], o["ns_renormalize"]
-        how = *how, family == "aol"
         U = newton_schulz(direction, coefficients, factor, *how)
         if V is not None:
             new_V, U = normalize_second_moment(V, U, o["beta2"], o["second_moment_side"])

@@ -20,7 +20,7 @@ from attention_inputs import HEADS, KINDS, attend, documents, inputs_of, maxima_
 from counters import Operations, RefusesToRead, count
 from kernel import optimizer
 
-max_qk_logits = optimizer.qk_clip.max_qk_logits
+max_qk_logits = optimizer.max_qk_logits
 logits = inspect.getmodule(max_qk_logits)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -16,8 +16,7 @@ from kernel import optimizer
 PACKAGE = Path(optimizer.__file__).parent
 CONVENIENCES = ("extras", "presets")
 
-# What users call, and where names of before lead to a convenience.
-FACADES = {"__init__", "muon", "qk_clip.__init__"}
+FACADES = {"__init__", "muon"}  # what users call
 
 MODULES = {
     file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): file
@@ -63,13 +62,10 @@ def test_every_public_name_is_listed_and_there(name):
     assert getattr(optimizer, name).__name__.split(".")[-1] == name
 
 
-def test_names_of_before_lead_to_the_same():
-    assert optimizer.qk_clip.QKLogitRecorder is optimizer.QKLogitRecorder
-    assert optimizer.qk_clip.max_qk_logits is optimizer.max_qk_logits
+def test_what_is_no_name_of_the_package_says_so():
     assert optimizer.muon.get_default_muon_param_groups is optimizer.get_default_muon_param_groups
-    for module in (optimizer, optimizer.qk_clip):
-        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-            _ = module.nothing
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = optimizer.nothing
 
 
 def imported(module: str, nodes: list[ast.AST]) -> Iterator[str]:

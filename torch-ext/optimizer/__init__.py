@@ -40,8 +40,14 @@ def __getattr__(name: str) -> Any:
         from .extras.simulated_host import SimulatedHost
 
         return SimulatedHost
-    if name in ("QKLogitRecorder", "max_qk_logits"):
-        return getattr(qk_clip, name)
+    if name == "QKLogitRecorder":
+        from .extras.qk_logits.recorder import QKLogitRecorder
+
+        return QKLogitRecorder
+    if name == "max_qk_logits":
+        from .extras.qk_logits.maxima import max_qk_logits
+
+        return max_qk_logits
     if name in ("MuonAdamW", "DistMuonAdamW", "presets"):
         from .presets import DistMuonAdamW, MuonAdamW
 

@@ -35,15 +35,11 @@ class Polynomials:
         safety: in 16-bit arithmetic all polynomials but the last take σ/safety for σ. Rounding may
             push a singular value out of the interval that a schedule without margins was made for,
             and the next polynomials would drive it away from 1.
-        preconditioned: whether each row of the shorter side is first divided by the root of the sum
-            of magnitudes in its row of XXᵀ, which brings all singular values to at most 1 (AOL,
-            Prach & Lampert 2022, arXiv:2208.03160).
     """
 
     triples: tuple[Triple, ...]
     norm_factor: float = 1.0
     safety: float = 1.0
-    preconditioned: bool = False
 
     @property
     def steps(self) -> int:
@@ -104,16 +100,6 @@ FAMILIES: dict[str, Polynomials] = {
             (2.4418906, -1.2764040, 0.0),
             (2.2230472, -0.9630650, 0.0),
         ),
-    ),
-    # thib-s/flash-newton-schulz, newton_schulz_triton_aol, 4 iterations
-    "aol": Polynomials(
-        (
-            (4.6051, -9.6552, 5.6769),
-            (4.7505, -6.0861, 2.1790),
-            (2.7763, -2.3190, 0.5523),
-            (2.4231, -2.2861, 0.8193),
-        ),
-        preconditioned=True,
     ),
     # DeepSeek-AI 2026, DeepSeek-V4, section 2.4: 10 iterations in two stages
     "deepseekv4": Polynomials(((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2),

@@ -47,7 +47,6 @@ RESTARTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "polar_express": ((1, 3), (2, 3)),
     "cans": ((1, 2, 3), (2, 3)),
     "cubic5": ((1, 3), (3,)),
-    "aol": ((1, 2), (2,)),
     "deepseekv4": ((2, 3, 5, 7, 8, 9), (3, 4, 7, 8, 9)),
 }
 

@@ -198,8 +198,6 @@ def _orthogonalize_together(
     with full_precision(X.dtype, X.device.type):
         for start, stop in form.segments:
             R = products.gram(X, magnification**-2, squares[0])
-            if start == 0 and recipe.polynomials.preconditioned:
-                _precondition(X, R, is_tall=rows > cols)
             Q, alpha, beta = _segment(R, form.triples[start:stop], products, squares[1:])
             if stop == len(form.triples):
                 alpha, beta = alpha / magnification, beta / magnification
@@ -229,16 +227,6 @@ def _segment(
         else:  # ZQ, as R is ZT: roundings agree
             Q, spare = products.symmetric(Z, Q, 1.0, a, Q, spare), Q
     return Q, 1.0, 0.0
-
-
-def _precondition(X: Tensor, R: Tensor, is_tall: bool) -> None:
-    """Divides each row of the shorter side of X by the root of the sum of magnitudes in its row of
-    R = XXᵀ, and makes R fit the new X; both in place."""
-    dtype = torch.promote_types(R.dtype, torch.float32)
-    sums = torch.linalg.vector_norm(R, 1, dim=-1, keepdim=True, dtype=dtype)  # (n, s, 1)
-    row_factors = sums.masked_fill_(sums == 0, 1.0).rsqrt_()
-    R.mul_(row_factors * row_factors.mT)
-    X.mul_(row_factors.mT if is_tall else row_factors)
 
 
 def _renormalize(U: Tensor) -> Tensor:

@@ -140,16 +140,20 @@ def normalize(
     key = ("sizes", *map(layout_of, arguments))
     constants = {"BLOCK": _PARTIALS}
     launching.launch(_sizes_kernel, key, device, count, arguments, constants, **_LAUNCH)
-    (launch,) = launches(([matrices], [out]), whole_dims=1)
-    types = {"X_DTYPE": _TL[matrices.dtype], "OUT_DTYPE": _TL[out.dtype]}
-    _launch(_divide_kernel, launch, device, sizes, count, **types)
+    _copy([matrices], [out], sizes, count)
 
 
 def copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Inputs into outputs of the same shapes, of any floating dtype."""
+    _copy(inputs, outputs, None, 0)
+
+
+def _copy(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], sizes: Optional[Tensor], count: int
+) -> None:
     for launch in launches((inputs, outputs), whole_dims=1):
         types = {"X_DTYPE": _TL[launch.dtypes[0]], "OUT_DTYPE": _TL[launch.dtypes[1]]}
-        _launch(_copy_kernel, launch, outputs[0].device, **types)
+        _launch(_copy_kernel, launch, outputs[0].device, sizes, count, **types)
 
 
 def _launch(
@@ -290,10 +294,10 @@ def _sizes_kernel(
 
 
 @triton.jit(do_not_specialize=[*_ITEMS, "count"])
-def _divide_kernel(
+def _copy_kernel(
     X,
     out,
-    sizes,  # (2, count)
+    sizes,  # (2, count): what slices are divided by first, and then; None for 1
     count,
     firsts,
     lengths,
@@ -308,30 +312,9 @@ def _divide_kernel(
 ):
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
     at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
-    values = tl.load(at, inside, 0.0).to(tl.float32)
-    values = values / tl.load(sizes + index) / tl.load(sizes + count + index)
-    out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
-    tl.store(out_at, _cast(values, OUT_DTYPE), inside)
-
-
-@triton.jit(do_not_specialize=[*_ITEMS])
-def _copy_kernel(
-    X,
-    out,
-    firsts,
-    lengths,
-    shape,
-    X_strides,
-    out_strides,
-    X_DTYPE: tl.constexpr,
-    OUT_DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
-    at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
     values = tl.load(at, inside, 0.0)
+    if sizes is not None:
+        values = values.to(tl.float32) / tl.load(sizes + index) / tl.load(sizes + count + index)
     out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
     tl.store(out_at, _cast(values, OUT_DTYPE), inside)
 
