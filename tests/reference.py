@@ -712,21 +712,6 @@ class TorchMuonReference(_Source):
         self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U
 
 
-class TorchGramReference(TorchMuonReference):
-    """torch.optim.Muon with ``use_gram_newton_schulz``: of matrices that are not square, in exact
-    arithmetic the same polynomials, X = D/(‖D‖ + eps), with coefficients of their own."""
-
-    def __init__(self, tensors, coefficients=None, **arguments):
-        arguments.pop("use_gram_newton_schulz", None)
-        super().__init__(tensors, **arguments)
-        self.of_squares = self.coefficients
-        self.of_others = coefficients or [(3.4445, -4.7750, 2.0315)] * 5
-
-    def _update(self, i, G):
-        self.coefficients = self.of_squares if G.shape[0] == G.shape[1] else self.of_others
-        super()._update(i, G)
-
-
 class DionReference(_Source):
     """microsoft/dion's ``Muon``, of matrices.
 

@@ -623,11 +623,6 @@ TWENTY = {
     "keller_jordan, small": (*SOURCES["keller_jordan"], {}),
     "dion's Polar Express": (*SOURCES["dion"], dict(use_polar_express=True)),
     "dion's NorMuon": (ref.NorMuonReference, presets.normuon, {}),
-    "torch's Gram form": (
-        ref.TorchGramReference,
-        presets.torch_muon,
-        dict(use_gram_newton_schulz=True),
-    ),
     "nanochat of February": (ref.NanochatReference, "2026-02", {}),
     "nanochat of July": (ref.NanochatJulyReference, "2026-07", {}),
 }
@@ -725,41 +720,6 @@ def of_all_ranks(dist_class):
 @pytest.mark.parametrize("dist_class", [False, True])
 def test_julys_muon_adamw_is_one_class_for_one_rank_and_many(dist_class):
     run_ranks(of_all_ranks, 2, dist_class)
-
-
-# -- torch's Gram form ---------------------------------------------------------------------------
-
-
-GRAM = dict(use_gram_newton_schulz=True)
-TRIPLES = [[3.0, -4.0, 2.0], [2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]
-
-
-@pytest.mark.parametrize("of_group", [False, True])
-def test_torchs_gram_form_has_coefficients_of_its_own_for_matrices_that_are_not_square(of_group):
-    params = parameters()
-    initial, source = copies(params), ref.TorchGramReference(params, TRIPLES, lr=0.02)
-    config = {"gram_ns_coefficients": TRIPLES, "gram_ns_reset_iterations": [2]}
-    if of_group:
-        given = presets.torch_muon([{"params": params, **GRAM, **config}], lr=0.02)
-    else:
-        config = {**config, "use_cuda_graph": True}
-        given = presets.torch_muon(params, lr=0.02, **GRAM, gram_newton_schulz_config=config)
-    optim = optimizer.Muon(**given, ns_dtype=torch.float32)
-    assert [group["ns_algorithm"] for group in optim.param_groups] == ["auto", "gram"]
-    run(3, (optim, params, source))
-    check(params, initial, source.weights, FLOAT32)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(gram_newton_schulz_config={}), "needs use_gram_newton_schulz=True"),
-        (dict(GRAM, gram_newton_schulz_config={"resets": [2]}), "has no argument 'resets'"),
-    ],
-)
-def test_torchs_gram_form_refuses_what_torch_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        presets.torch_muon(parameters(), **arguments)
 
 
 # -- Emerging-Optimizers -------------------------------------------------------------------------

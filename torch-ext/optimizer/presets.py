@@ -68,42 +68,21 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
     magnitude of 1, so gradients below eps keep their direction.
 
     Args:
-        params: tensors, (name, tensor) pairs, or groups, which may have the arguments below,
-            except the config of the Gram form.
+        params: tensors, (name, tensor) pairs, or groups, which may have the arguments below.
         lr: learning rate.
         arguments: ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients`` (one (a, b,
-            c)), ``eps``, ``ns_steps``, ``adjust_lr_fn`` (None: the original scale). It also takes
-            those of later versions: ``use_gram_newton_schulz`` orthogonalizes matrices that are not
-            square in the Gram form, with the ``gram_ns_coefficients`` of the dict
-            ``gram_newton_schulz_config``, whose other keys, ``gram_ns_reset_iterations`` and
-            ``use_cuda_graph``, have no effect.
+            c)), ``eps``, ``ns_steps``, ``adjust_lr_fn`` (None: the original scale).
 
     Raises:
-        ValueError: unknown ``adjust_lr_fn``; a ``gram_newton_schulz_config`` with unknown keys, or
-            without ``use_gram_newton_schulz``.
+        ValueError: unknown ``adjust_lr_fn``.
     """
-    config, source = arguments.pop("gram_newton_schulz_config", None), "torch.optim.Muon"
-    defaults = {**_TORCH_DEFAULTS, **_TORCH_GRAM, **arguments}
-    muon_keys = ["lr", *_TORCH_DEFAULTS, *_TORCH_GRAM]
+    defaults, source = {**_TORCH_DEFAULTS, **arguments}, "torch.optim.Muon"
+    muon_keys = ["lr", *_TORCH_DEFAULTS]
     _check_arguments(arguments, source, muon_keys)
-    if config is not None:
-        if not defaults["use_gram_newton_schulz"]:
-            raise ValueError("gram_newton_schulz_config needs use_gram_newton_schulz=True")
-        _check_arguments(config, "gram_newton_schulz_config", list(_TORCH_GRAM)[1:])
-        defaults.update({key: value for key, value in config.items() if value is not None})
     groups: list[dict[str, Any]] = []
-    for number, group in enumerate(_muon_groups(params, source, muon_keys, GROUP_OPTIONS)):
-        given = {key: group.pop(key) for key in defaults if key in group and key != "lr"}
-        options = {**defaults, **given}
-        group = {**group, **(_from_torch(options) if given else {})}
-        if not (options["use_gram_newton_schulz"] and group["use_muon"]):
-            groups.append(group)
-            continue
-        group = validation.normalize_group(group, f"param_groups[{number}]")
-        triples = tuple(map(tuple, options["gram_ns_coefficients"]))
-        form = {"ns_algorithm": "gram", "ns_coefficients": triples, "ns_steps": len(triples)}
-        groups.append(_subset(group, lambda p: p.shape[0] == p.shape[-1]))
-        groups.append({**_subset(group, lambda p: p.shape[0] != p.shape[-1]), **form})
+    for group in _muon_groups(params, source, muon_keys, GROUP_OPTIONS):
+        given = {key: group.pop(key) for key in _TORCH_DEFAULTS if key in group}
+        groups.append({**group, **(_from_torch({**defaults, **given}) if given else {})})
     how = {"momentum_style": "ema", "none_grad": False, **_from_torch(defaults)}
     return {"params": groups, "lr": lr, **how}
 
@@ -116,12 +95,6 @@ _TORCH_DEFAULTS = {
     "eps": 1e-7,
     "ns_steps": 5,
     "adjust_lr_fn": None,
-}
-_TORCH_GRAM = {
-    "use_gram_newton_schulz": False,
-    "gram_ns_coefficients": ((3.4445, -4.7750, 2.0315),) * 5,
-    "gram_ns_reset_iterations": (),
-    "use_cuda_graph": False,
 }
 
 
