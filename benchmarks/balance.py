@@ -274,7 +274,7 @@ def print_markdown(arguments: argparse.Namespace) -> None:
 
 def row_of(entries: Sequence[Any], chunk_size: int) -> list[str]:
     start = time.process_time()
-    plan = planning.make_plan(entries, chunk_size=chunk_size)
+    plan = planning.Planner(entries, rank=0, chunk_size=chunk_size).plan()
     seconds = time.process_time() - start
     balance = balance_of(plan, chunk_size)
     ratios = (

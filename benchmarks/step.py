@@ -102,7 +102,7 @@ def share_of(shapes: Sequence[tuple[int, ...]], ranks: int, device: torch.device
     import balance  # loads the kernel
 
     entries = balance.entries_of(shapes, ranks, dtype=torch.float32, device=device)
-    plan = balance.planning.make_plan(entries)
+    plan = balance.planning.Planner(entries, rank=0).plan()
     found = Shapes()
     for lane in (*plan.lanes, *plan.local_lanes):
         for unit, owner in lane.owners:

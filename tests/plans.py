@@ -54,3 +54,8 @@ def entry(
 
 def entries_of(shapes: Sequence[Sequence[int]], sharding: Any, **options: Any) -> list[Any]:
     return [entry(shape, sharding, number, **options) for number, shape in enumerate(shapes)]
+
+
+def make_plan(entries: Sequence[Any], rank: int = 0, **options: Any) -> Any:
+    """The plan of ``rank`` for entries that all take part."""
+    return optimizer.distributed.plan.Planner(entries, rank, **options).plan()

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-from kernel import optimizer
+from plans import make_plan
 
 balance = pytest.importorskip("balance", reason="only the package and its tests are here")
-make_plan = optimizer.distributed.plan.make_plan
 
 SMALL = ("llama-3-8b", "llama-3-70b", "qwen3-30b-a3b")
 CASES = [

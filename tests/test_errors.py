@@ -889,23 +889,6 @@ def warnings_of(model: nn.Module, optim: Any, steps: int) -> list[str]:
     return [f"{Path(w.filename).name}: {w.message}" for w in caught]
 
 
-def test_matrices_that_were_replaced_after_the_groups_were_made_are_warned_of_once():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    named = list(model.named_parameters())  # groups by hand, which know no module
-    optim = Muon(
-        [
-            {"params": [pair for pair in named if pair[1].ndim == ndim], "use_muon": ndim == 2}
-            for ndim in (1, 2)
-        ]
-    )
-    assert not warnings_of(model, optim, 4)
-    for layer in model:
-        layer.weight = parameter(4, 4)
-    assert not warnings_of(model, optim, 2)
-    (message,) = warnings_of(model, optim, 6)
-    assert "test_errors.py: no matrix of Muon's had a gradient in the last 3 steps" in message
-
-
 @pytest.mark.parametrize("attribute", ["weight", "bias"])
 def test_one_parameter_that_was_replaced_stops_the_step(attribute):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -954,48 +937,6 @@ def test_an_optimizer_that_trains_nothing_says_so_once():
     optim = Muon([muon_group(*params)])
     (message,) = warnings_of(model, optim, 3)
     assert "step() trains nothing, as all parameters are missing" in message
-
-
-def test_groups_that_share_one_tensor_as_lr_are_warned_of_when_they_are_made():
-    groups = [muon_group(parameter(4, 4)), muon_group(parameter(4, 4)), adamw_group(parameter(4))]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Muon([dict(group) for group in groups], lr=torch.tensor(0.1))
-    (warning,) = caught
-    assert "share one tensor as lr" in str(warning.message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        apart = Muon([{**group, "lr": torch.tensor(0.1)} for group in groups])
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(apart, factor=0.5, patience=0)
-    for _ in range(2):
-        scheduler.step(1.0)
-    assert [float(group["lr"]) for group in apart.param_groups] == pytest.approx([0.05] * 3)
-
-
-def test_two_steps_in_a_row_that_use_no_matrix_are_not_warned_of():
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    optim = matrices_and_biases(model)
-    for _ in range(3):
-        assert not warnings_of(model[1], optim, 2)
-        assert not warnings_of(model, optim, 1)
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ParameterDict({"w1": torch.zeros(2, 4, 4)})
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)
-
-
-def test_no_warning_of_untrained_matrices_where_there_are_none_or_they_may_be_so():
-    """A pipeline's stage without matrices, experts that idle."""
-    stage = nn.LayerNorm(4)
-    assert not warnings_of(stage, matrices_and_biases(stage), 4)
-    idle = Experts()
-    assert not warnings_of(idle, matrices_and_biases(idle, expert_keys=["experts"]), 4)
 
 
 # Weights of classes of their own
@@ -1160,6 +1101,13 @@ def test_a_key_that_means_nothing_on_one_rank_stops_the_step_of_all():
 
 
 # Names that almost match
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterDict({"w1": torch.zeros(2, 4, 4)})
+        self.norm = nn.LayerNorm(4)
 
 
 def test_an_expert_key_without_a_match_proposes_the_component_that_is_nearest():

@@ -25,11 +25,10 @@ import torch
 from counters import calls_of
 from kernel import optimizer
 from layouts import axes_of
-from plans import CPU, CUDA, ShardedDim, Sharding, entries_of, entry, sharded
+from plans import CPU, CUDA, ShardedDim, Sharding, entries_of, entry, make_plan, sharded
 from simulation import simulate
 
 regions = optimizer.distributed.regions
-make_plan = optimizer.distributed.plan.make_plan
 
 # -- random sets of parameters ---------------------------------------------------------------------
 

@@ -460,7 +460,7 @@ def test_a_thousand_ranks_cost_what_the_plan_of_each_says(model, text):
     entries = deployment.entries_of(optimizer, weights_of(MODELS[model]), layout)
     found = costs.costs_of(optimizer, entries, 1024, RANKS_PER_HOST)
     for rank in (0, 13, 517, 1023):
-        plan = optimizer.distributed.plan.make_plan(entries, rank)
+        plan = optimizer.distributed.plan.Planner(entries, rank).plan()
         chunks = [chunk for lane in plan.lanes for chunk in lane.chunks]
         for way, traffic in enumerate(("gather", "scatter")):
             for direction in ("sent", "received"):

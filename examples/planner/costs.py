@@ -144,7 +144,7 @@ def costs_of(
         entries: as `deployment.entries_of` makes them.
         ranks: how many.
         ranks_per_host: consecutive ranks that share a host.
-        options: of `distributed.plan.make_plan`.
+        options: of `distributed.plan.Planner`.
     """
     hosts = np.arange(ranks) // ranks_per_host
     alike = {_anonymous(entry) for entry in entries}
@@ -155,7 +155,7 @@ def costs_of(
     counted: set[tuple] = set()
     lanes: dict[tuple, LaneCosts] = {}
     for members in kinds.values():
-        plan = kernel.distributed.plan.make_plan(entries, members[0], **options)
+        plan = kernel.distributed.plan.Planner(entries, members[0], **options).plan()
         for lane in map(functools.partial(LaneUnits, entries), plan.lanes):
             for rank in members:
                 peers = lane.entry.peers(rank)

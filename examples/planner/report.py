@@ -167,9 +167,9 @@ def markdown_row(model: str, ranks: int, report: Report) -> str:
 def owners_table(kernel: Any, report: Report, chunk_size: int, warmup_step: int) -> Table:
     """Who owns the matrices that one rank holds parts of; weights of all layers in one row."""
     rank = report.timeline.rank
-    plan = kernel.distributed.plan.make_plan(
+    plan = kernel.distributed.plan.Planner(
         report.entries, rank, chunk_size=chunk_size, warmup_step=warmup_step
-    )
+    ).plan()
     owned = [
         (unit, lane.peers[owner])
         for lane in (*plan.lanes, *plan.local_lanes)

@@ -26,7 +26,7 @@ from .parameters.default_groups import default_is_muon, get_default_muon_param_g
 from .parameters.names import counted, find_name, state_dict_key
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
-from .qk_clip.logit_source import NO_STATS, Logits, LogitSource
+from .qk_clip.logit_source import Logits, LogitSource
 from .state import checkpoints
 from .state.integrity import Integrity
 from .state.rounding import Rounding
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
     from .qk_clip.clip import Clipping, QKClip
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
-
-
-def __dir__() -> list[str]:
-    return __all__
 
 
 logger = logging.getLogger(__name__)
@@ -187,7 +183,6 @@ class Muon(torch.optim.Optimizer):
         self._check_reference(groups)
         self._registration = agreement.Registration(self._sets)
         validation.warn_about_unmatched_split(split, groups)
-        validation.warn_about_unread_experts(groups)
 
     def _forget_plans(self) -> None:
         self._survey: Survey = NO_SURVEY  # of the groups as they were when it was made
@@ -198,7 +193,6 @@ class Muon(torch.optim.Optimizer):
         self._warned = False  # of a step that trains nothing
         self._warned_of_rows = False  # of a state dict with only this rank's rows
         self._checked_keys: dict[int, set[Any]] = {}  # of each group at its last check, by number
-        self._untrained = 0  # consecutive steps, up to the last, in which only AdamW had gradients
         self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # plan and schedule of the step
         self._forget_tensors()
 
@@ -223,7 +217,6 @@ class Muon(torch.optim.Optimizer):
         if self._clip is not None:
             self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
         validation.warn_about_overshoot(group_view)
-        validation.warn_about_shared_lr(group, self.param_groups)
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Some groups may have them here, so hide
         # them from torch.
@@ -468,7 +461,6 @@ class Muon(torch.optim.Optimizer):
             self._compare_replicas(groups)
             self._compared = True
         self._warned = self._warned or validation.warn_about_no_gradients(groups)
-        self._untrained = validation.warn_about_untrained_matrices(groups, self._untrained)
         is_audited = self._audit is not None and self._audit.is_on and not is_dry
         return Step(
             plan,
@@ -686,9 +678,9 @@ class Muon(torch.optim.Optimizer):
             ``clipped`` and ``nonfinite``, and ``layers``: by layer ``max_logit``, ``clipped``,
             ``nonfinite`` and ``max_logits``, in which NaN shows as Inf. For all steps: ``steps``
             (how many had logits), ``total_clipped`` and ``total_nonfinite``. Checkpoints hold none
-            of these.
+            of these. Nothing without ``clip_config``.
         """
-        return {**NO_STATS, "layers": {}} if self._clip is None else self._clip.stats()
+        return {} if self._clip is None else self._clip.stats()
 
     @property
     def is_broken(self) -> bool:

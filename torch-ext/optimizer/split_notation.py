@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 _TOKEN = re.compile(r"\s*(?:([A-Za-z_]\w*)(?:\s*=\s*([1-9][0-9]*)\b)?|([1-9][0-9]*)\b|([()\[\]+]))")
 _EXAMPLE = "as in '(group (q=512 + k=128 + v=128)) dim'"
@@ -56,8 +56,7 @@ class _Axis(NamedTuple):
     counts_matrices: bool
 
 
-_Term = Union[_Axis, list]  # an axis, or a sum: a list of products
-_Product = list  # of terms, the outer one first
+_Product = list  # of terms, the outer one first: each an axis, or a sum, a list of products
 
 
 def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], list[list[Part]]]:

@@ -44,29 +44,12 @@ def share_slots(buffer: Tensor, slots: Sequence[int], group: Any) -> list[Any]:
     ]
 
 
-def add_over_ranks(tensor: Tensor, group: Any) -> None:
-    """Replaces a tensor by its sum over ranks; the current stream waits for it."""
-    dist.all_reduce(tensor, group=group)
-
-
 def gather_over_ranks(tensor: Tensor, group: Any) -> Tensor:
     """The tensors of all ranks, stacked in their order; the current stream waits for them."""
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     gathered[dist.get_rank(group)] = tensor
     all_gather_slots(gathered.view(-1), group).wait()
     return gathered
-
-
-def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks of the world; the host waits for them."""
-    world, host = dist.group.WORLD, torch.device("cpu")
-    device = host if has_backend(world, host) else torch.accelerator.current_accelerator()
-    sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    lengths = gather_over_ranks(torch.tensor([len(sent)], device=device), world).flatten().tolist()
-    padded = sent.new_zeros(max(lengths))
-    padded[: len(sent)] = sent
-    rows = gather_over_ranks(padded, world).cpu()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths)]
 
 
 def max_over_ranks(tensor: Tensor, group: Any) -> Any:

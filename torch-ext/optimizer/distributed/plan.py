@@ -88,11 +88,6 @@ EMPTY_PLAN = Plan(0, (), (), ())
 UnitHolders = tuple[Unit, tuple[int, ...]]  # a unit, and the peers that hold parts of it
 
 
-def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
-    """The plan of ``rank`` for entries that all take part; ``options`` are those of `Planner`."""
-    return Planner(entries, rank, **options).plan()
-
-
 def ranks_sort_key(ranks: tuple[int, ...]) -> tuple:
     """Sorts sets of ranks into the order in which all ranks go through their exchanges."""
     return (-len(ranks), ranks)

@@ -155,7 +155,7 @@ class MeanGradients:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._on_read = on_read
         self._scratch = Scratch() if scratch is None else scratch
-        gradients = [_gradient_in_bucket(p, cut, self._ranks) for p, cut in zip(params, divided)]
+        gradients = [gradient_in_bucket(p, cut, self._ranks) for p, cut in zip(params, divided)]
         self.bucket_plan = plan_buckets(tuple(gradients), self._ranks)
         self.launched = 0
         # Work to wait for, bucket, buffer that is sent, the buffer again if it is staging, mean.
@@ -243,19 +243,7 @@ class MeanGradients:
             buffer.div_(self._ranks)
 
 
-def bytes_sent(param: Tensor, divided: bool, gathered: bool, ranks: int) -> float:
-    """Bytes that each rank sends to average a parameter's gradient, and to gather its rows if they
-    are ``gathered``."""
-    gradient = _gradient_in_bucket(param, divided, ranks)
-    size = (ranks - 1) * gradient.slot_numel(ranks) * gradient.dtype.itemsize
-    sent = float(size) if gradient.in_slots else 2 * size / ranks
-    if gathered:
-        rows = BucketTensor(gradient.shape, param.dtype, param.device, True)
-        sent += (ranks - 1) * rows.slot_numel(ranks) * param.dtype.itemsize
-    return sent
-
-
-def _gradient_in_bucket(param: Tensor, divided: bool, ranks: int) -> BucketTensor:
+def gradient_in_bucket(param: Tensor, divided: bool, ranks: int) -> BucketTensor:
     shape = _shape_with_rows(param)
     # A reduce-scatter of padded slots must not move more than an all-reduce of the rows in them.
     in_slots = divided and -(-shape[0] // ranks) * ranks <= 2 * shape[0]

@@ -18,12 +18,13 @@ from statistics import median
 from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..cpu_offload.prefetcher import Fetched
 from ..cpu_offload.rows import WeightRows
 from ..distributed import utils as dtensors
-from ..distributed.collectives import gather_texts
+from ..distributed.collectives import gather_over_ranks, has_backend
 from ..distributed.plan import Entry, Plan, Unit
 from ..parameters.default_groups import default_is_muon
 from ..parameters.names import has_component
@@ -255,7 +256,7 @@ class Audit:
         mine = json.dumps(
             [[self._rows_with_sigma(record) for record in self.steps], self._judged()]
         )
-        texts = gather_texts(mine) if dtensors.world_size() > 1 else [mine]
+        texts = _gather_texts(mine) if dtensors.world_size() > 1 else [mine]
         everything = [json.loads(text) for text in texts]
         steps = [_merged(rows) for rows in zip(*(steps for steps, _ in everything))]
         columns = zip(*(lists for _, lists in everything))
@@ -592,3 +593,15 @@ _CHECKS = (
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def _gather_texts(text: str) -> list[str]:
+    """The texts of all ranks of the world; the host waits for them."""
+    world, host = dist.group.WORLD, torch.device("cpu")
+    device = host if has_backend(world, host) else torch.accelerator.current_accelerator()
+    sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    lengths = gather_over_ranks(torch.tensor([len(sent)], device=device), world).flatten().tolist()
+    padded = sent.new_zeros(max(lengths))
+    padded[: len(sent)] = sent
+    rows = gather_over_ranks(padded, world).cpu()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths)]

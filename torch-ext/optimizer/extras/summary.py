@@ -133,7 +133,7 @@ def summarize(
                 if settings.divided is not None and param.requires_grad:
                     divided = group.use_muon or is_divided(param.shape, ranks)
                     gathered = divided and not group.use_muon  # the rows that AdamW has updated
-                    sent = zero2.bytes_sent(param, divided, gathered, ranks)
+                    sent = _bytes_of_zero2(param, divided, gathered, ranks)
                     averaging += sent
                     traffic = round(sent * ranks)
             rows[number, index] = {
@@ -359,3 +359,15 @@ def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
         elif rows >= LARGE and rows > 6 * cols:
             reasons[name] = f"{rows} rows, as of a vocabulary"
     return reasons
+
+
+def _bytes_of_zero2(param: Tensor, divided: bool, gathered: bool, ranks: int) -> float:
+    """Bytes that each rank sends to average a parameter's gradient, and to gather its rows if they
+    are ``gathered``."""
+    gradient = zero2.gradient_in_bucket(param, divided, ranks)
+    size = (ranks - 1) * gradient.slot_numel(ranks) * gradient.dtype.itemsize
+    sent = float(size) if gradient.in_slots else 2 * size / ranks
+    if gathered:
+        rows = zero2.BucketTensor(gradient.shape, param.dtype, param.device, True)
+        sent += (ranks - 1) * rows.slot_numel(ranks) * param.dtype.itemsize
+    return sent

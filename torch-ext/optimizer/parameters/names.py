@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any, Optional
 
 # What torch.compile, activation checkpointing and FSDP1 add to a parameter's name, anywhere in it.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_NOT_IN_STATE_DICTS = _WRAPPERS - {"_orig_mod"}
-WRAPPER_COMPONENTS = _WRAPPERS | {"module"}  # DDP's
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_NOT_IN_STATE_DICTS = WRAPPERS - {"_orig_mod"}
 
 
 def normalize_name(name: str) -> str:
@@ -19,7 +18,7 @@ def normalize_name(name: str) -> str:
 
     ``module`` is DDP's at the beginning only. Elsewhere it may be a part of the model.
     """
-    components = _without(name, _WRAPPERS).split(".")
+    components = _without(name, WRAPPERS).split(".")
     return ".".join(itertools.dropwhile(lambda component: component == "module", components))
 
 
@@ -42,7 +41,7 @@ def normalize_names(names: Iterable[str]) -> list[str]:
 def find_name(names: Iterable[str]) -> Callable[[str], Optional[str]]:
     """Finds which of ``names`` is meant by a name: itself, or the one that only wrappers tell from
     it; None where there is no such name, or several."""
-    forms = [lambda name: name, lambda name: _without(name, _WRAPPERS), normalize_name]
+    forms = [lambda name: name, lambda name: _without(name, WRAPPERS), normalize_name]
     alike: dict[tuple[int, str], list[str]] = {}
     for name in names:
         for number, form in enumerate(forms):
@@ -64,9 +63,9 @@ def has_component(name: str, keys: Optional[Sequence[str]]) -> bool:
 
 def _to_compare(name: str, pattern: str) -> tuple[str, str]:
     """Both without the components that wrappers add; ``module`` stays where the pattern has it."""
-    pattern = _without(pattern, _WRAPPERS)
+    pattern = _without(pattern, WRAPPERS)
     has_module = pattern.startswith("module.")
-    return _without(name, _WRAPPERS) if has_module else normalize_name(name), pattern
+    return _without(name, WRAPPERS) if has_module else normalize_name(name), pattern
 
 
 def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:

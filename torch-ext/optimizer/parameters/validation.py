@@ -24,7 +24,7 @@ from ..distributed.plan import Plan
 from . import options
 from .aliases import suggestion
 from .modules import replacement_of
-from .names import counted, did_you_mean, has_component, matches
+from .names import counted, did_you_mean, matches
 from .options import Group, Settings
 
 _WRITE_THIS = (
@@ -330,17 +330,6 @@ def _caller_outside(*folders: str) -> tuple[FrameType, int]:
     return frame, level
 
 
-def warn_about_shared_lr(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Warns when a second group takes the same tensor as its learning rate."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and sum(other["lr"] is lr for other in others) == 1:
-        warn(
-            "groups share one tensor as lr: what changes it for one group changes it for all, and "
-            "ReduceLROnPlateau cuts it once for each group. Give each group a tensor of its own, "
-            '"lr": lr.clone(), unless you set it yourself'
-        )
-
-
 def warn_about_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
     """Warns of name patterns that match no matrix at all."""
     names = [name for group in groups if group.use_muon for name in group.names or ()]
@@ -348,19 +337,6 @@ def warn_about_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
         if not any(matches(name, pattern) for name in names):
             warn(
                 f"split: the pattern {pattern!r} matches no matrix{did_you_mean([pattern], names)}"
-            )
-
-
-def warn_about_unread_experts(groups: Iterable[Group]) -> None:
-    """Warns of stacks that are named as experts but were given to AdamW."""
-    for group in groups:
-        keys = group.expert_keys if not group.use_muon else None
-        named = zip(group.names or (), group.params)
-        stacks = [name for name, p in named if p.ndim > 2 and has_component(name, keys)]
-        if stacks:
-            warn(
-                f"expert_keys={keys} names {stacks[0]}, which is in a group with use_muon=False: "
-                "get_default_muon_param_groups takes expert_keys, too, and decides by them"
             )
 
 
@@ -421,37 +397,3 @@ def warn_about_no_gradients(groups: Sequence[Group]) -> bool:
     else:
         return False
     return True
-
-
-UNTRAINED_STEPS = 3  # one or two may be of a batch that uses no matrix
-
-
-def warn_about_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
-    """Counts consecutive steps in which AdamW's parameters had gradients and no matrix had any.
-
-    Warns once, in the last of `UNTRAINED_STEPS` such steps. Experts do not count, since they may
-    idle on a rank, nor does a rank without matrices.
-
-    Args:
-        steps: what the last step returned, 0 at first.
-    """
-    if steps == UNTRAINED_STEPS:
-        return steps
-    matrices, others = [], []
-    for group in groups:
-        for param, name in zip(group.params, group.names or [""] * len(group.params)):
-            if param.requires_grad and not group.use_muon:
-                others.append(param)
-            elif param.requires_grad and not has_component(name, group.expert_keys):
-                if param.grad is not None:
-                    return 0
-                matrices.append(param)
-    if not matrices or all(param.grad is None for param in others):
-        return 0
-    if steps + 1 == UNTRAINED_STEPS:
-        warn(
-            f"no matrix of Muon's had a gradient in the last {UNTRAINED_STEPS} steps, while "
-            "parameters of AdamW's had: were weights replaced after the groups were made? Make "
-            "groups from the parameters that the model has now"
-        )
-    return steps + 1

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
 Logits = Mapping[Any, Any]  # by layer, (heads,) each
-
-# `Muon.qk_clip_stats` where nothing was clipped.
-NO_STATS = {
-    **{"steps": 0, "max_logit": -math.inf, "heads": 0, "clipped": 0, "nonfinite": 0},
-    **{"total_clipped": 0, "total_nonfinite": 0},
-}
 
 
 class LogitSource:

@@ -186,8 +186,7 @@ def _launch(
 # of addresses, and ``counters`` one of numbers, see `tiles.Launch`; strides are tuples of three. A
 # program has a tile of one item. Offsets have 64 bits, for tensors of more than 2^31 elements.
 
-_ITEMS = ["B", "G", "W", "U", "X", "out", "factor", "residual", "counters"]
-_ITEMS += ["firsts", "lengths"]
+_ITEMS = ["B", "G", "W", "U", "X", "out", "factor", "residual", "counters", "firsts", "lengths"]
 
 
 @triton.jit(do_not_specialize=[*_ITEMS])

@@ -15,7 +15,7 @@ from ...muon import Muon
 from ...parameters.aliases import refusal
 from ...parameters.default_groups import as_keys, decide, default_is_muon
 from ...parameters.modules import infos_of
-from ...parameters.names import WRAPPER_COMPONENTS
+from ...parameters.names import WRAPPERS
 from ...parameters.options import ARGUMENTS, GROUP_OPTIONS
 from . import table
 from .learning_rate import rates_to_try
@@ -203,7 +203,7 @@ def _check(options: dict[str, Any]) -> None:
 def _unwrapped(model: nn.Module) -> nn.Module:
     """What wrappers wrap, for its name."""
     while True:
-        inner = [child for name, child in model.named_children() if name in WRAPPER_COMPONENTS]
+        inner = [child for name, child in model.named_children() if name in {*WRAPPERS, "module"}]
         if len(inner) != 1 or len(list(model.children())) != 1:
             return model
         model = inner[0]

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.utils._pytree import tree_map_only
 
 from ...distributed import utils as dtensors
-from ...distributed.collectives import add_over_ranks
 from ...muon import Muon
 from ...parameters.options import GROUP_OPTIONS
 from ..describe.remedy import Remedy, Trap
@@ -155,7 +154,7 @@ class Run:
         if replicas is None:
             return whole(gradient.detach())
         gradient = gradient.detach().clone()
-        add_over_ranks(gradient, replicas.group)
+        dist.all_reduce(gradient, group=replicas.group)
         return gradient / len(replicas.ranks)
 
     def _explain(self, different: Mapping[str, Tensor], expected: Any, batch: Any) -> Trap:
