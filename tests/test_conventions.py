@@ -153,12 +153,12 @@ def test_two_lists_of_names_that_differ_raise():
 
 def test_names_in_a_checkpoint_are_not_taken_and_stop_no_group_from_being_added():
     model = nn.Linear(4, 4)
-    theirs = torch.optim.AdamW(list(model.named_parameters()), lr=0.1)
-    set_gradients(trainable(model))
-    theirs.step()
-    saved = copy.deepcopy(theirs.state_dict())
-    assert saved["param_groups"][0]["param_names"]
-    optim = Muon([{"params": list(model.named_parameters()), "use_muon": False}])
+    saved_one, optim = (
+        Muon([{"params": list(model.named_parameters()), "use_muon": False}], lr=lr)
+        for lr in (0.1, 0.2)
+    )
+    saved = saved_one.state_dict()
+    saved["param_groups"][0]["param_names"] = ["weight", "bias"]
     optim.load_state_dict(saved)
     assert optim.names == [["weight", "bias"]] and optim.param_groups[0]["lr"] == 0.1
     assert "param_names" not in optim.state_dict()["param_groups"][0]

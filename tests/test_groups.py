@@ -713,17 +713,6 @@ def test_a_model_that_fsdp1_has_flattened_raises():
         assert outcome.error == "ValueError" and "fully_shard" in outcome.message
 
 
-def test_experts_that_were_given_to_adamw_are_warned_of():
-    model = nn.ModuleDict({"experts": nn.ParameterDict({"w1": torch.ones(2, 4, 4)})})
-    groups = get_default_muon_param_groups(model, expert_keys=[])
-    del groups[0]["expert_keys"]
-    with pytest.warns(UserWarning, match=r"names experts\.w1, which is in a group with use_muon"):
-        optimizer.Muon(groups, expert_keys=["experts"])
-    with warnings.catch_warnings(action="error"):
-        optimizer.Muon(get_default_muon_param_groups(model, expert_keys=["experts"]))
-        optimizer.Muon(groups)
-
-
 # The default rule looks at the modules, too
 
 
