@@ -30,7 +30,7 @@ def test_auto_shares_large_matrices_and_not_those_that_cost_little_for_their_byt
         assert spread(entries_of(shapes, replicated(2, 8), device=CUDA)) == {expected}
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 8), (4, 8)])
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 4), (2, 8), (4, 8)])
 def test_auto_compares_the_flops_that_are_saved_with_the_bytes_that_are_sent(replicas, shards):
     """Of n matrices that divide evenly, a rank saves cost·n·(1 − 1/R)/S FLOPs, and sends to each of
     R − 1 replicas the updates of n/(R·S) matrices, two bytes an element."""
@@ -39,7 +39,8 @@ def test_auto_compares_the_flops_that_are_saved_with_the_bytes_that_are_sent(rep
         cost = entries[0].cost(*entries[0].matrices.blocks)
         saved = cost * 64 / shards * (1 - 1 / replicas)
         sent = 2 * side * side * 64 / (replicas * shards) * (replicas - 1)
-        assert spread(entries) == {saved > 12_000 * sent}
+        per_byte = 12_000 if replicas * shards > 8 else 1_200
+        assert spread(entries) == {saved > per_byte * sent}
 
 
 def test_the_largest_matrix_bounds_what_sharing_gains():

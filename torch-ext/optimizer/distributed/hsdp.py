@@ -57,8 +57,8 @@ def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
         rank: one of the holders.
     """
     holders = len(entries[0].holders(rank))
-    alone = shared = sent = 0.0  # FLOPs of a rank, of one that shares the work, and bytes to others
-    costliest = 0
+    # FLOPs of a rank, of one that shares the work, of a matrix, and bytes to others.
+    alone = shared = costliest = sent = 0.0
     for entry in entries:
         shards, m = len(entry.holders(rank, replicas=False)), entry.matrices
         experts = regions.numel(entry.region(rank)[: m.row_dim])
@@ -69,5 +69,7 @@ def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
             costliest = max(costliest, cost)
             nbytes = matrices * block.rows * block.cols * entry.wire.itemsize
             sent += nbytes * (holders // shards - 1) / holders
-    saved = max(alone, costliest) - max(shared, costliest)
-    return saved > sent * FLOPS_PER_BYTE.get(entries[0].device.type, DEFAULT_FLOPS_PER_BYTE)
+    # Eight ranks share a host, in which bytes travel ten times as fast.
+    default = DEFAULT_FLOPS_PER_BYTE / (10 if holders <= 8 else 1)
+    per_byte = FLOPS_PER_BYTE.get(entries[0].device.type, default)
+    return max(alone, costliest) - max(shared, costliest) > sent * per_byte

@@ -46,12 +46,6 @@ ALIASES: dict[Any, tuple[Optional[str], str]] = {
     "coefficient_type": ("ns_coefficients", ""),
     "num_ns_steps": ("ns_steps", ""),
     "scale_mode": ("adjust_lr", ""),
-    # Gram Newton-Schulz's
-    "ns_epsilon": ("ns_eps", ""),
-    "gram_newton_schulz_num_restarts": (
-        "ns_algorithm",
-        "'auto' and 'gram' restart as often as is safe",
-    ),
     # trainers'
     "learning_rate": ("lr", ""),
     "adamw_lr": (
