@@ -358,7 +358,7 @@ def test_offload_measures_beside_an_accelerator(capsys, monkeypatch):
     state = 4 * 4 * 32 * 64 + 2 * 2 * 20000 * 128
     assert off["GB each way"] == "0.00" and off["at rest MiB"] == f"{state / 2**20:.0f}"
     assert on["GB each way"] == f"{state / 1e9:.2f}" and on["at rest MiB"] == "0"
-    assert float(on["× off"]) > 0 and float(on["ratio"]) > 0
+    assert float(on["× off"]) >= 0 and float(on["ratio"]) >= 0  # numbers, however short the times
     assert offload.LEGEND in printed and "link, GB/s each way: to the device" in printed
 
 
