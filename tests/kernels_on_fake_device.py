@@ -49,11 +49,11 @@ def put_there() -> None:
     def on_what_is_held(self: Any, *args: Any, **kwargs: Any) -> Any:
         return execute(self, *map(held, args), **{key: held(v) for key, v in kwargs.items()})
 
-    def of_the_device(wide: Any, broadcast: Any = (), numbers: Any = (), **options: Any) -> Any:
-        for column in (*wide, *broadcast, *numbers):
+    def of_the_device(wide: Any, broadcast: Any = (), **options: Any) -> Any:
+        for column in (*wide, *broadcast):
             for tensor in (t for t in column or () if isinstance(t, torch.Tensor)):
                 held(tensor)  # kernels get only its address
-        return launches(wide, broadcast, numbers, **options)
+        return launches(wide, broadcast, **options)
 
     GridExecutor.__call__ = on_what_is_held
     elementwise.launches = of_the_device
