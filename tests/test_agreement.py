@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
 import pickle
@@ -488,11 +489,16 @@ def test_a_closure_that_raises_says_so_where_no_other_rank_comes():
     assert (alone.error, alone.message) == ("KeyError", "'no batch'")
 
 
-def closure_recovers():
+def closure_recovers(goes_on_with):
     mesh = init_device_mesh("cpu", (2,))
-    param = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
-    param.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
-    optim = optimizer.Muon([{"params": [param], "names": ["a.weight"], "use_muon": True}], lr=0.1)
+
+    def make():
+        param = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+        param.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+        group = {"params": [param], "names": ["a.weight"], "use_muon": True}
+        return param, optimizer.Muon([group], lr=0.1)
+
+    param, optim = make()
 
     def closure():
         if dist.get_rank() == 1:
@@ -502,9 +508,20 @@ def closure_recovers():
     words = "^out of data$" if dist.get_rank() == 1 else "^rank 1: RuntimeError: out of data$"
     with pytest.raises(kind, match=words):
         optim.step(closure)
+    first = optim
+    if goes_on_with == "another, while the first trains other parameters":
+        first.param_groups[0]["params"] = [nn.Parameter(torch.ones(4, 4))]
+        param, optim = make()
+    elif goes_on_with == "another":
+        del first, optim
+        gc.collect()
+        param, optim = make()
     optim.step()
     assert not torch.equal(param.to_local(), torch.ones(3, 4))
 
 
-def test_after_a_closure_that_raised_on_one_rank_all_go_on():
-    run_ranks(closure_recovers, 2)
+@pytest.mark.parametrize(
+    "goes_on_with", ["it", "another", "another, while the first trains other parameters"]
+)
+def test_after_a_closure_that_raised_on_one_rank_all_go_on(goes_on_with):
+    run_ranks(closure_recovers, 2, goes_on_with)

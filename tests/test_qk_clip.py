@@ -638,6 +638,7 @@ WRONG_CONFIGS = [
     ({"head_dim": 2, "row_map": {"q_proj": "(q=3 + k=5) d"}}, "parts 'q' that are no heads of 2"),
     ({"head_dim": 2, "row_map": {"q_proj": "(q=3 + k=6) d"}}, "q_proj.* counts as 9"),
     ({"head_dim": 2, "row_map": {"q_proj": "(a=3 + b=5) d"}}, "has no part 'q' or 'k'"),
+    ({"head_dim": 2, "row_map": {"q_proj": "(q (k=2)) d"}}, "or one that is both, in"),
     ({"head_dim": 2, "row_map": {"x": {"query": [0]}}}, r"row_map\['x'\] must be"),
     ({0: 3}, r"clip_config\[0\] must be a dict of options or None, found 3"),
     ({1.5: CONFIG}, "has a key 1.5, which is neither"),

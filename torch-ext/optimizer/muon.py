@@ -432,6 +432,8 @@ class Muon(torch.optim.Optimizer):
         survey = self._survey
         # After an error the survey may be out of date.
         sets = self._sets() if error is not None else self._with_replicas(set(survey.shared))
+        for ranks in sets:  # now, since ranks with an error take no notes, and others would
+            self._registration.number(ranks)
 
         def identify(ranks: agreement.Ranks) -> str:  # among the optimizers that they share
             number = self._registration.number(ranks)

@@ -282,8 +282,8 @@ def _starts_by_axes(
             raise ValueError(f"{where} has parts {side!r} that are no heads of {size} rows")
         if heads:
             starts[side] = [head[0] for head in heads]
-    if not starts:
-        raise ValueError(f"{where} has no part 'q' or 'k' in {notation!r}")
+    if not starts or any({"q", "k"} <= {*part.names} for part in parts):
+        raise ValueError(f"{where} has no part 'q' or 'k', or one that is both, in {notation!r}")
     return starts
 
 
