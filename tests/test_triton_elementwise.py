@@ -247,6 +247,16 @@ def test_a_batch_is_normalized_as_by_torch(dtype, out_dtype, eps):
         torch.testing.assert_close(by_kernels, by_torch, rtol=rtol, atol=0)
 
 
+def test_the_default_dtype_changes_nothing():
+    G = torch.randn(2, 33, 40, device=DEVICE, dtype=FP32)
+    expected = normalized(G)
+    torch.set_default_dtype(FP64)
+    try:
+        assert torch.equal(normalized(G), expected)
+    finally:
+        torch.set_default_dtype(FP32)
+
+
 def test_a_batch_may_be_normalized_in_place():
     G = torch.randn(2, 33, 40, device=DEVICE, dtype=BF16)
     expected = normalized(G, BF16)

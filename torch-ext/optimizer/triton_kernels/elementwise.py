@@ -130,9 +130,9 @@ def normalize(
     """
     count, device = len(matrices), matrices.device
     (launch,) = launches(([matrices],), whole_dims=1)
-    partials = torch.empty((2, launch.programs), device=device)
+    partials = torch.empty((2, launch.programs), dtype=torch.float32, device=device)
     _launch(_measure_kernel, launch, device, partials, launch.programs, X_DTYPE=_TL[matrices.dtype])
-    sizes = torch.empty((2, count), device=device)
+    sizes = torch.empty((2, count), dtype=torch.float32, device=device)
     arguments = (
         *(partials, sizes, divided_by, launch.programs, launch.programs // count),
         *(factor, eps, eps_absolute, most_eps, magnification),
