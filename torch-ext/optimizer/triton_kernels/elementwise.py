@@ -140,17 +140,15 @@ def normalize(
     key = ("sizes", *map(layout_of, arguments))
     constants = {"BLOCK": _PARTIALS}
     launching.launch(_sizes_kernel, key, device, count, arguments, constants, **_LAUNCH)
-    _copy([matrices], [out], sizes, count)
+    copy([matrices], [out], sizes)
 
 
-def copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Inputs into outputs of the same shapes, of any floating dtype."""
-    _copy(inputs, outputs, None, 0)
-
-
-def _copy(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], sizes: Optional[Tensor], count: int
+def copy(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], sizes: Optional[Tensor] = None
 ) -> None:
+    """Inputs into outputs of the same shapes, of any floating dtype; where ``sizes`` are given, (2,
+    n) in fp32, slices of a single input are divided by both of theirs on the way."""
+    count = 0 if sizes is None else sizes.shape[1]
     for launch in launches((inputs, outputs), whole_dims=1):
         types = {"X_DTYPE": _TL[launch.dtypes[0]], "OUT_DTYPE": _TL[launch.dtypes[1]]}
         _launch(_copy_kernel, launch, outputs[0].device, sizes, count, **types)
