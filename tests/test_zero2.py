@@ -25,7 +25,7 @@ from layouts import ADAMW_ROUNDING, case, local
 from ranks import run_ranks
 
 adamw = optimizer.adamw
-keys_of, zeros = optimizer.state.specs.keys_of, optimizer.state.specs.zeros
+specs = optimizer.state.specs
 replicas, zero2 = (
     import_module(f"{optimizer.__name__}.distributed.{m}") for m in ("replicas", "zero2")
 )
@@ -424,8 +424,9 @@ def init_state(
     """What a step makes first, of one AdamW parameter, with the replicas that divide it."""
     adamw.init_step(param, own, group)
     wide = SimpleNamespace(process_group=divided, divided=divided)
-    for key in keys_of(group, param.dtype):
-        own[key] = zeros(key, param, None, group, wide)
+    made = specs.specs_of(param, None, group, wide)
+    for key in specs.keys_of(group, param.dtype):
+        own[key] = specs.zeros(made[key], param)
 
 
 class Training:

@@ -377,7 +377,7 @@ class Muon(torch.optim.Optimizer):
             if step is None:
                 return
             if not self._store.is_checked:
-                self._store.copy_created(self.state, step.groups)
+                self._store.renew_created(self.state)
                 self._store.create_missing(
                     self.state, step.groups, self._survey.entries, self._settings
                 )
@@ -809,10 +809,9 @@ class Muon(torch.optim.Optimizer):
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(saved["state"], self.state)
             own.update(checkpoints.storages_of(self._store.without_created(self.state)))
-            states = checkpoints.normalize_state(checkpoints.states_by_id(saved))
+            states = checkpoints.read_states(saved)
             with _names_source(saved["param_groups"]):
                 merged = self._check_saved(states, saved["param_groups"])
-            checkpoints.check_all_listed(states, merged)
             loaded.update(saved, state=states, param_groups=merged)
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 

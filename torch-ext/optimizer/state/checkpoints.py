@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 from ..cpu_offload import CPUOffload
-from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
 from .specs import (
     ADAMW_KEYS,
-    KEPT_DTYPE,
     KEYS,
-    ExpectedState,
+    Spec,
     check_tensors,
     converted,
-    expected_state,
     keys_of,
     moments_dtype,
+    specs_of,
 )
 
 RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
@@ -65,10 +63,11 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
             seen.add(saved_id)
 
 
-def states_by_id(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """A checkpoint's state under the ids that its groups list.
+def read_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """A checkpoint's state under the ids that its groups list, with the keys of torch.optim.
 
     ``dcp_to_torch_save`` of torch.distributed.checkpoint writes state under the same ids as text.
+    State that belongs to no parameter stays as it is.
 
     Raises:
         ValueError: state of one parameter twice, or in another form than torch.optim's.
@@ -80,37 +79,34 @@ def states_by_id(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
         saved_id = key if key in ids else by_text.get(str(key), key)
         if saved_id in states:
             raise ValueError(f"the checkpoint has state of parameter {saved_id!r} twice")
-        states[saved_id] = saved
-        if saved_id in ids:
-            _check_saved_state(saved, saved_id)
+        states[saved_id] = _read_state(saved, saved_id) if saved_id in ids else saved
     return states
 
 
-def check_all_listed(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> None:
-    """Checks that groups list all parameters that have state, which would be lost otherwise."""
-    ids = {saved_id for saved in saved_groups for saved_id in saved["params"]}
-    for saved_id, saved in states.items():
-        has_tensors = isinstance(saved, Mapping) and not saved.keys().isdisjoint(KEYS)
-        if has_tensors and saved_id not in ids:
-            raise ValueError(
-                f"the checkpoint has state of parameter {saved_id!r}, which none of its groups "
-                "lists in its params"
-            )
-
-
-def _check_saved_state(saved: Any, saved_id: Any) -> None:
+def _read_state(saved: Any, saved_id: Any) -> dict[str, Any]:
+    """The state of a parameter, with the step count as a tensor."""
     if not isinstance(saved, Mapping):
         raise ValueError(
             f"the checkpoint's state of parameter {saved_id!r} must be a dict, found a "
             f"{type(saved).__name__}"
         )
-    step = saved.get("step", 0)
-    if step_count(step) is None:
-        has_many = isinstance(step, Tensor) and step.numel() != 1
-        value = tuple(step.shape) if has_many else repr(step)
-        raise ValueError(
-            f"step of parameter {saved_id!r} in the checkpoint must be one number, found {value}"
-        )
+    state: dict[Any, Any] = {MOTIFS_NAMES.get(key, key): value for key, value in saved.items()}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.is_inference():
+            state[key] = value.clone()  # a step could not change the given one
+    if "step" in state:
+        step = state["step"]
+        count = step_count(step)
+        if count is None:
+            has_many = isinstance(step, Tensor) and step.numel() != 1
+            value = tuple(step.shape) if has_many else repr(step)
+            raise ValueError(
+                f"step of parameter {saved_id!r} in the checkpoint must be one number, found "
+                f"{value}"
+            )
+        if not isinstance(step, Tensor) or step.ndim or step.dtype != torch.float32:
+            state["step"] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
+    return state
 
 
 def step_count(step: Any) -> Any:
@@ -119,24 +115,6 @@ def step_count(step: Any) -> Any:
         is_plain = step.layout == torch.strided and not (step.is_meta or dtensors.is_dtensor(step))
         step = step.item() if is_plain and step.numel() == 1 else None
     return step if is_number(step) and step >= 0 else None
-
-
-def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """State under the names of torch.optim, with step counts as tensors, whoever wrote it."""
-    normalized = {}
-    for saved_id, saved in states.items():
-        if isinstance(saved, Mapping):
-            saved = {MOTIFS_NAMES.get(key, key): value for key, value in saved.items()}
-            step: Any = saved.get("step")
-            if is_number(step):
-                saved["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-            elif isinstance(step, Tensor) and (step.ndim or step.dtype != torch.float32):
-                saved["step"] = step.reshape(()).to(torch.float32)  # torch's AdamW takes no other
-            for key, value in saved.items():
-                if isinstance(value, Tensor) and value.is_inference():
-                    saved[key] = value.clone()  # a step could not change the given one
-        normalized[saved_id] = saved
-    return normalized
 
 
 def check_count(groups: Sequence[RawGroup], saved: Sequence[RawGroup]) -> None:
@@ -199,24 +177,22 @@ def check_and_divide(
         _check_group(group, saved)
         for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
             name, saved_state = group.name_of(index), states.get(saved_id, {})
-            expected = expected_state(param, entry, settings)
-            _divide(saved_state, expected, param, saved)
+            specs = specs_of(param, entry, saved, settings)
+            _divide(saved_state, specs, param, saved)
             _check_algorithm(saved_state, live.get(param, {}), group, saved, name, param.dtype)
-            check_tensors(saved_state, expected, "checkpoint", name, param)
-            keys = ADAMW_KEYS if "exp_avg" in expected else ("momentum_buffer",)
-            others = [k for k in keys_of(saved, param.dtype) if k in kept and k not in keys]
-            _check_complete(saved_state, name, [*keys, *others])
-            # Kernels trust that this rank's part of a DTensor has the size that it should have.
-            for key, (shape, placed) in expected.items():
-                if placed is None or saved_state.get(key) is None:
-                    continue
-                local = dtensors.local(saved_state[key])
-                needed = dtensors.local_shape(shape, placed)
-                if not regions.is_same_shape(local.shape, needed):
-                    raise ValueError(
-                        f"of {key} of {name} in the checkpoint this rank holds "
-                        f"{tuple(local.shape)}, where it should be {tuple(needed)}"
-                    )
+            check_tensors(saved_state, specs, "checkpoint", name)
+            # All that a parameter needs is there, or nothing: steps would be wrong silently. Second
+            # moments and residuals are needed only if another parameter of the checkpoint has them:
+            # weights that were in fp32 have had no residuals.
+            keys = [*ADAMW_KEYS] if entry is None else ["momentum_buffer"]
+            keys += [k for k in keys_of(saved, param.dtype) if k in kept and k not in keys]
+            present = [key for key in keys if saved_state.get(key) is not None]
+            absent = [key for key in keys if key not in present]
+            if present and absent:
+                raise ValueError(
+                    f"{' and '.join(present)} of {name} in the checkpoint lack "
+                    f"{' and '.join(absent)}: give all of them, or none to start from zeros"
+                )
 
 
 def _check_group(group: Group, saved: Group) -> None:
@@ -235,7 +211,7 @@ def _check_group(group: Group, saved: Group) -> None:
 
 
 def _divide(
-    saved_state: dict[str, Any], expected: ExpectedState, param: Tensor, saved: Group
+    saved_state: dict[str, Any], specs: Mapping[str, Spec], param: Tensor, saved: Group
 ) -> None:
     """Takes this rank's part of each whole tensor for which the optimizer has a DTensor.
 
@@ -245,7 +221,7 @@ def _divide(
     place, which are taken out here. Steps read the two bytes of a residual as one number, so
     residuals become contiguous.
     """
-    for key, (shape, placed) in expected.items():
+    for key, (shape, placed, _) in specs.items():
         value = saved_state.get(key)
         if isinstance(value, dict) and not value and saved.beta2 is None:
             del saved_state[key]
@@ -307,25 +283,6 @@ def _check_algorithm(
         )
 
 
-def _check_complete(saved_state: Mapping[str, Any], name: str, keys: Sequence[str]) -> None:
-    """Checks that all entries of a parameter are there, or none: steps would be wrong silently.
-
-    Live state is not checked: where memory ran out between two entries, the next step makes the
-    other ones.
-
-    Args:
-        keys: what the parameter needs. Second moments and residuals are among them only if another
-            parameter of the checkpoint has them: weights that were in fp32 have had no residuals.
-    """
-    present = [key for key in keys if saved_state.get(key) is not None]
-    absent = [key for key in keys if key not in present]
-    if present and absent:
-        raise ValueError(
-            f"{' and '.join(present)} of {name} in the checkpoint lack {' and '.join(absent)}: "
-            "give all of them, or none to start from zeros"
-        )
-
-
 def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
     """Checks that a checkpoint shares no tensors with live state, which a step has changed."""
     if storages_of(states) & storages_of(live):
@@ -351,15 +308,21 @@ def _storage_of(tensor: Tensor) -> tuple[torch.device, int]:
 def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> dict[Any, Any]:
     """State without the tensors that `place_tensors` loads, since torch would cast and move them.
 
-    State that belongs to no parameter stays as it is.
+    Raises:
+        ValueError: tensors of a parameter that no group lists, which would be lost.
     """
     params = {saved_id for saved in saved_groups for saved_id in saved["params"]}
-    return {
-        saved_id: {key: value for key, value in saved_state.items() if key not in KEYS}
-        if saved_id in params
-        else saved_state
-        for saved_id, saved_state in states.items()
-    }
+    others = {}
+    for saved_id, saved in states.items():
+        if saved_id in params:
+            saved = {key: value for key, value in saved.items() if key not in KEYS}
+        elif isinstance(saved, Mapping) and not saved.keys().isdisjoint({*KEYS, *MOTIFS_NAMES}):
+            raise ValueError(
+                f"the checkpoint has state of parameter {saved_id!r}, which none of its groups "
+                "lists in its params"
+            )
+        others[saved_id] = saved
+    return others
 
 
 def place_tensors(
@@ -372,9 +335,9 @@ def place_tensors(
 ) -> None:
     """Puts the tensors of loaded state on the devices where they live; torch has put the rest.
 
-    The tensors of `KEPT_DTYPE`, such as momentum, keep the dtype that they were saved in; AdamW's
-    moments get the dtype that their parameter calls for. Tensors of the caller are copied, since
-    the caller may load them again, or into another optimizer.
+    AdamW's moments get the dtype that their parameter calls for; other tensors, such as momentum,
+    keep the dtype that they were saved in. Tensors of the caller are copied, since the caller may
+    load them again, or into another optimizer.
 
     Args:
         groups, state: of the optimizer; ``state`` is changed.
@@ -401,19 +364,16 @@ def place_tensors(
         for param, saved_id in zip(group.params, saved["params"]):
             if saved_id not in states:
                 continue
+            # State that is offloaded is copied to its host memory in any case.
+            is_copied = offload.destination(param, group.use_muon) is not None
+            home = torch.device("cpu") if is_copied else dtensors.local(param).device
             loaded = state[param]
-            state[param] = {}  # made anew, in the order in which it was saved
+            own = state[param] = {}  # made anew, in the order in which it was saved
             for key, value in states.pop(saved_id).items():
                 if key not in KEYS:
                     value = loaded[key]
-                    is_step = key == "step" and isinstance(value, Tensor)
-                    state[param][key] = apart(value) if is_step else value
+                    own[key] = apart(value) if key == "step" else value
                 elif isinstance(value, Tensor):
-                    is_kept = key in KEPT_DTYPE
-                    dtype = value.dtype if is_kept else moments_dtype(group, param.dtype)
-                    # State that is offloaded is copied to its host memory in any case.
-                    is_copied = offload.destination(param, group.use_muon) is not None
-                    home = torch.device("cpu") if is_copied else dtensors.local(param).device
+                    dtype = moments_dtype(group, param.dtype) if key in ADAMW_KEYS else None
                     placed = converted(value, dtype, home)
-                    is_new = placed is not value or is_copied
-                    state[param][key] = placed if is_new else apart(placed)
+                    own[key] = placed if placed is not value or is_copied else apart(placed)

@@ -1,13 +1,14 @@
-"""Says which tensors of state a parameter has, of which shapes and dtypes, and checks them."""
+"""Says which tensors of state a parameter has, of which shapes and dtypes; makes, checks them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..distributed.replicas import is_divided
@@ -19,12 +20,19 @@ KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "w
 MUON_KEYS = ("momentum_buffer", "second_momentum_buffer")
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
-# Keys of the tensors that are loaded in the dtype they were saved in.
-KEPT_DTYPE = ("momentum_buffer", "second_momentum_buffer", "weight_residual")
 
+class Spec(NamedTuple):
+    """A tensor that the state of a parameter can have.
 
-# By key, the shape of a tensor of state, and its mesh and placements, None for a plain tensor.
-ExpectedState = dict[str, tuple[torch.Size, Optional[tuple]]]
+    Args:
+        shape: of the whole tensor.
+        placed: its mesh and placements; None for a plain tensor.
+        dtype: None stands for the gradient's when the tensor is made; later any may stay.
+    """
+
+    shape: torch.Size
+    placed: Optional[tuple]
+    dtype: Optional[torch.dtype]
 
 
 def keys_of(group: Group, dtype: torch.dtype) -> list[str]:
@@ -43,65 +51,51 @@ def moments_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
 
 
 def momentum_dtype(group: Group, dtype: torch.dtype) -> Optional[torch.dtype]:
-    """The dtype of the momentum of a parameter of ``dtype``.
-
-    None stands for the gradient's dtype when the momentum is created; later any dtype may stay.
-    """
+    """The dtype of the momentum of a parameter of ``dtype``; None as in `Spec`."""
     if group.momentum_dtype is None and group.updates_in_fp32(dtype):
         return torch.float32
     return group.momentum_dtype
 
 
-def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) -> ExpectedState:
-    """Every tensor that a parameter's state can have; cheap enough for a step.
+def specs_of(
+    param: Tensor, entry: Optional[Entry], group: Group, settings: Settings
+) -> dict[str, Spec]:
+    """Every tensor that a parameter's state can have; `keys_of` says which of them it has.
 
     Args:
         param: the parameter.
         entry: of a Muon parameter; None of AdamW's.
+        group: the options that decide on dtypes.
         settings: says which replicas divide state.
     """
-    placed = dtensors.mesh_placements_of(param)
+    own = dtensors.mesh_placements_of(param)
+    replicas = settings.divided if entry is None else settings.process_group
+    if entry is None and replicas is not None and not is_divided(param.shape, len(replicas.ranks)):
+        replicas = None
+    divided = dtensors.state_placements_of(param, replicas) or own
+    pairs = torch.Size([*param.shape, 2])  # two bytes for each element
     if entry is None:
-        replicas = settings.divided
-        if replicas is not None and is_divided(param.shape, len(replicas.ranks)):
-            placed = dtensors.state_placements_of(param, replicas) or placed
-        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), (param.shape, placed))
-        return {**moments, "weight_residual": (torch.Size([*param.shape, 2]), placed)}
+        moment = Spec(param.shape, divided, moments_dtype(group, param.dtype))
+        residual = Spec(pairs, divided, torch.uint8)
+        return {"exp_avg": moment, "exp_avg_sq": moment, "weight_residual": residual}
     m = entry.matrices
     numbers = torch.Size([*m.shape[: m.row_dim], sum(map(m.all_moments, m.blocks))])
+    # Experts lie as the parameter's do; a rank has all numbers of each of its experts.
+    by_experts = dtensors.expert_placements_of(param, m.row_dim)
     return {
-        "momentum_buffer": (
-            param.shape,
-            dtensors.state_placements_of(param, settings.process_group) or placed,
-        ),
-        "weight_residual": (torch.Size([*param.shape, 2]), placed),
-        # Experts lie as the parameter's do; a rank has all numbers of each of its experts.
-        "second_momentum_buffer": (numbers, dtensors.expert_placements_of(param, m.row_dim)),
+        "momentum_buffer": Spec(param.shape, divided, momentum_dtype(group, param.dtype)),
+        "second_momentum_buffer": Spec(numbers, by_experts, torch.float32),
+        "weight_residual": Spec(pairs, own, torch.uint8),
     }
 
 
-def zeros(
-    key: str,
-    param: Tensor,
-    entry: Optional[Entry],
-    group: Group,
-    settings: Settings,
-    device: Optional[torch.device] = None,
-) -> Tensor:
-    """A tensor of state as it begins, all zeros. To be called under ``no_grad``.
+def zeros(spec: Spec, param: Tensor, device: Optional[torch.device] = None) -> Tensor:
+    """A tensor of a parameter's state as it begins. To be called under ``no_grad``.
 
     Args:
-        key: names the tensor.
-        param, entry, settings: as in `expected_state`.
-        group: the parameter's.
         device: for the memory; None is that of the parameter's local tensor.
     """
-    dtype = {
-        "momentum_buffer": momentum_dtype(group, param.dtype) or dtensors.grad_dtype(param),
-        "second_momentum_buffer": torch.float32,
-        "weight_residual": torch.uint8,
-    }.get(key, moments_dtype(group, param.dtype))
-    shape, placed = expected_state(param, entry, settings)[key]
+    shape, placed, dtype = spec
     local = dtensors.local(param)
     if shape == param.shape and placed == dtensors.mesh_placements_of(param):
         local_shape, stride = tuple(local.shape), _dense_stride(param)  # in its memory order
@@ -110,9 +104,8 @@ def zeros(
         local_shape = tuple(shape) if placed is None else dtensors.local_shape(shape, placed)
         stride = dtensors.contiguous_stride(shape)
         local_stride = dtensors.contiguous_stride(local_shape)
-    made = torch.empty_strided(
-        local_shape, local_stride, dtype=dtype, device=device or local.device
-    ).zero_()
+    dtype, device = dtype or dtensors.grad_dtype(param), device or local.device
+    made = torch.empty_strided(local_shape, local_stride, dtype=dtype, device=device).zero_()
     return made if placed is None else dtensors.dtensor_of(made, placed, shape, stride)
 
 
@@ -122,12 +115,13 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(like, memory_format=torch.preserve_format).stride()
 
 
-def converted(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of state in a dtype and on a device, plain or a DTensor as before.
+def converted(value: Tensor, dtype: Optional[torch.dtype], device: torch.device) -> Tensor:
+    """A tensor of state in a dtype, if one is given, and on a device; plain or a DTensor as before.
 
     Returns the given tensor where there is nothing to convert, as torch.optim does when it loads.
     """
     local = dtensors.local(value)
+    dtype = dtype or local.dtype
     if local.dtype == dtype and local.device == device:
         return value
     local = local.to(dtype=dtype, device=device)
@@ -147,50 +141,57 @@ def check_state(
     for index, (param, entry) in enumerate(zip(group.params, entries)):
         param_state = state.get(param)  # `state[param]` would create it
         if param_state:
-            expected = expected_state(param, entry, settings)
-            check_tensors(param_state, expected, "state", group.name_of(index), param)
+            specs = specs_of(param, entry, group, settings)
+            check_tensors(param_state, specs, "state", group.name_of(index))
 
 
 def check_tensors(
-    param_state: Mapping[str, Any],
-    expected: ExpectedState,
-    source: str,
-    name: str,
-    param: Tensor,
+    param_state: Mapping[str, Any], specs: Mapping[str, Spec], source: str, name: str
 ) -> None:
     """Checks tensors of one parameter's state: kind of numbers, shape, mesh and placements.
 
     ``source`` says where the state is, and ``name`` which parameter's, for messages.
     """
-    for key, (shape, placed) in expected.items():
+    for key, spec in specs.items():
         value = param_state.get(key)
         if value is None:
             continue
         where = f"{key} of {name} in the {source}"
-        is_tensor = isinstance(value, Tensor)
-        numbers, dtypes = "bf16, fp16, fp32 or fp64", set(FLOATING_DTYPES)
-        if key == "weight_residual":
+        numbers, dtypes = "bf16, fp16, fp32 or fp64", {*FLOATING_DTYPES}
+        if spec.dtype == torch.uint8:
             numbers, dtypes = "bytes", {torch.uint8}
-        elif param.is_complex():
+        elif spec.dtype is not None and spec.dtype.is_complex:
             numbers, dtypes = "complex numbers", {torch.complex64, torch.complex128}
+        is_tensor = isinstance(value, Tensor)
         if not is_tensor or value.dtype not in dtypes:
             actual = value.dtype if is_tensor else type(value).__name__
             raise ValueError(f"{where} is {actual}, no tensor of {numbers}")
         if value.layout != torch.strided or value.is_meta:
             actual = "on meta" if value.is_meta else f"sparse ({value.layout})"
             raise ValueError(f"{where} is {actual}; make it dense")
-        if key == "weight_residual" and not dtensors.raw_local(value).is_contiguous():
+        local = dtensors.raw_local(value)
+        if spec.dtype == torch.uint8 and not local.is_contiguous():
             raise ValueError(f"{where} is not contiguous: make it so, by .contiguous()")
-        if value.shape != shape:
+        if value.shape != spec.shape:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {source}, "
-                f"where {tuple(shape)} is needed"
+                f"where {tuple(spec.shape)} is needed"
             )
-        if dtensors.mesh_placements_of(value) != placed:
-            placement = "plain" if placed is None else f"{list(placed[1])} on {placed[0]}"
+        if dtensors.mesh_placements_of(value) != spec.placed:
             remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            if placed is None:  # as after unpickling, which brings no process group back
+            if spec.placed is None:  # as after unpickling, which brings no process group back
+                placement = "plain"
                 remedy = f"give the process group again, optim.process_group = ..., or {remedy}"
+            else:
+                placement = f"{list(spec.placed[1])} on {spec.placed[0]}"
             raise ValueError(
                 f"{where} is {dtensors.describe(value)}, where it should be {placement}; {remedy}"
             )
+        # Kernels trust that this rank's part of a DTensor has the size that it should have.
+        if spec.placed is not None:
+            needed = dtensors.local_shape(spec.shape, spec.placed)
+            if not regions.is_same_shape(local.shape, needed):
+                raise ValueError(
+                    f"of {where} this rank holds {tuple(local.shape)}, where it should be "
+                    f"{tuple(needed)}"
+                )

@@ -13,7 +13,7 @@ from ...distributed import utils as dtensors
 from ...distributed.plan import Entry
 from ...parameters.options import GROUP_OPTIONS, Group, Settings
 from ...parameters.validation import warn
-from ...state.specs import ExpectedState, expected_state
+from ...state.specs import Spec, specs_of
 from . import keller_jordan, nanochat, per_parameter
 from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW
 from .matching import Position, SavedState, TargetOptimizer, TargetParam, target_optimizer
@@ -79,8 +79,8 @@ def to_state_dict(
         first_id += len(ids)
         new_groups.append({**kept, **options, "params": ids})
         for index, saved in by_index.items():
-            expected = expected_state(group.params[index], entries[number][index], settings)
-            converted = _convert(saved, new_view, expected)
+            specs = specs_of(group.params[index], entries[number][index], new_view, settings)
+            converted = _convert(saved, new_view, specs)
             if converted:
                 state[ids[index]] = converted
     return {"state": state, "param_groups": new_groups}
@@ -188,28 +188,28 @@ def _is_same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _convert(saved: SavedState, group: Group, expected: ExpectedState) -> dict[str, Any]:
+def _convert(saved: SavedState, group: Group, specs: Mapping[str, Spec]) -> dict[str, Any]:
     """The state of one parameter, of which this rank has its part.
 
     Args:
         saved: of the parameter.
         group: the parameter's, with the hyperparameters that it is going to have.
-        expected: shape and layout of each tensor.
+        specs: shape and layout of each tensor.
     """
     if not saved.target.use_muon:
-        return _adamw_state(saved, expected)
+        return _adamw_state(saved, specs)
     state = {}
     momentum = saved.state.get("momentum_buffer" if saved.is_muon else "exp_avg")
     if momentum is not None:
-        state["momentum_buffer"] = _part(momentum, "momentum_buffer", saved, expected)
+        state["momentum_buffer"] = _part(momentum, "momentum_buffer", saved, specs)
         factor = _momentum_factor(saved, group)
         if factor != 1.0:
             dtensors.local(state["momentum_buffer"]).mul_(factor)
     key = "second_momentum_buffer"
     second_moment = saved.state.get(key)
     if second_moment is not None and group.beta2 is not None:
-        second_moment = _flat_second_moment(second_moment, saved, expected[key][0])
-        state[key] = _part(second_moment, key, saved, expected)
+        second_moment = _flat_second_moment(second_moment, saved, specs[key].shape)
+        state[key] = _part(second_moment, key, saved, specs)
     return state
 
 
@@ -232,7 +232,7 @@ def _flat_second_moment(value: Tensor, saved: SavedState, shape: torch.Size) -> 
     return value.float()
 
 
-def _adamw_state(saved: SavedState, expected: ExpectedState) -> dict[str, Any]:
+def _adamw_state(saved: SavedState, specs: Mapping[str, Spec]) -> dict[str, Any]:
     if not saved.state:
         return {}
     absent = [key for key in per_parameter.ADAMW_KEYS if key not in saved.state]
@@ -242,16 +242,16 @@ def _adamw_state(saved: SavedState, expected: ExpectedState) -> dict[str, Any]:
         )
     step = torch.tensor(float(saved.state["step"]), dtype=torch.float32, device="cpu")
     moments = ("exp_avg", "exp_avg_sq")
-    return {"step": step, **{key: _part(saved.state[key], key, saved, expected) for key in moments}}
+    return {"step": step, **{key: _part(saved.state[key], key, saved, specs) for key in moments}}
 
 
-def _part(value: Tensor, key: str, saved: SavedState, expected: ExpectedState) -> Tensor:
+def _part(value: Tensor, key: str, saved: SavedState, specs: Mapping[str, Spec]) -> Tensor:
     """This rank's part of a whole tensor, copied, without traffic.
 
     Raises:
         ValueError: the tensor has another shape, or is sharded otherwise.
     """
-    shape, layout = expected[key]
+    shape, layout, _ = specs[key]
     name = f"{key} of {saved.target.name}, {saved.where}"
     if value.shape != shape:
         raise ValueError(
