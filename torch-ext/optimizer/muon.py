@@ -377,7 +377,7 @@ class Muon(torch.optim.Optimizer):
             if step is None:
                 return
             if not self._store.is_checked:
-                self._store.renew_created(self.state)
+                self._store.drop_unused_zeros(self.state)
                 self._store.create_missing(
                     self.state, step.groups, self._survey.entries, self._settings
                 )
@@ -456,7 +456,7 @@ class Muon(torch.optim.Optimizer):
         # If there was an error, `decide` has raised it.
         if survey is not self._agreed:
             self._agreed = survey
-            self._store.drop_unused(self.state, self._params())
+            self._store.drop_departed(self.state, self._params())
         if skips:
             return None
         if self._agreement.has_compared and not self._compared:
@@ -707,7 +707,6 @@ class Muon(torch.optim.Optimizer):
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
         self._offload.synchronize()
-        self._store.count_zeros_as_created(self.state)
         self._warn_about_divided_state()
         held = set(map(id, self._params()))
         params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
@@ -800,16 +799,16 @@ class Muon(torch.optim.Optimizer):
             ValueError: the checkpoint does not fit; nothing was loaded.
             RuntimeError: loading broke off after it had begun, and has to be repeated.
         """
-        checkpoints.check_structure(state_dict, is_whole=False)
+        checkpoints.check_type(state_dict)
         loaded: dict[str, Any] = {}
         own: set[tuple[torch.device, int]] = set()  # storages whose tensors are used again
 
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            checkpoints.check_structure(saved)
-            if self._integrity.is_broken and not self._integrity.is_void:
-                checkpoints.check_apart(saved["state"], self.state)
-            own.update(checkpoints.storages_of(self._store.without_created(self.state)))
             states = checkpoints.read_states(saved)
+            if self._integrity.is_broken and not self._integrity.is_void:
+                checkpoints.check_apart(states, self.state)
+            unused = self._store.unused_zeros(self.state)
+            own.update(checkpoints.storages_of(self.state) - checkpoints.storages_of(unused))
             with _names_source(saved["param_groups"]):
                 merged = self._check_saved(states, saved["param_groups"])
             loaded.update(saved, state=states, param_groups=merged)
@@ -924,12 +923,12 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RuntimeError: a load broke off, or `discard_state` was called; nothing was changed.
         """
-        self._integrity.check_acceptable()
+        self._integrity.check(accept_partial=True)
         self._create_state(self._read_groups())  # the first step may have made only some of it
-        if self.is_broken:  # as if the step had been whole, as it was on other ranks
-            self._rounding.end_interrupted()
-            if not self._agreement.only_creates:
-                self._rounding.count_step(self.param_groups)
+        if self.is_broken and not self._agreement.only_creates:
+            self._rounding.count_step(
+                self.param_groups
+            )  # as other ranks did, on which it was whole
         self._integrity.accept()
         self._forget_plans()
 

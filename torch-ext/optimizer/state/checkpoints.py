@@ -31,36 +31,13 @@ OWN_KEY = "momentum_style"  # the groups of no other optimizer have it
 MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
-def check_structure(state_dict: Any, is_whole: bool = True) -> None:
-    """Checks that a checkpoint has the form in which torch.optim writes one.
-
-    Hooks may still change its content as long as it is not whole; then only its type counts.
-    """
+def check_type(state_dict: Any) -> None:
+    """Checks that a checkpoint is a dict; hooks may still change its content."""
     if not isinstance(state_dict, dict):
         raise ValueError(
             f"a state dict is needed, found a {type(state_dict).__name__}; a list of other "
             "optimizers' goes to load_foreign_state_dict"
         )
-    if not is_whole:
-        return
-    states, groups = state_dict.get("state"), state_dict.get("param_groups")
-    if not isinstance(states, Mapping):
-        kind = type(states).__name__ if "state" in state_dict else "none"
-        raise ValueError(f"the checkpoint's 'state' must be a dict by parameter, found {kind}")
-    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
-        kind = type(groups).__name__ if "param_groups" in state_dict else "none"
-        raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {kind}")
-    seen: set[Any] = set()
-    for number, group in enumerate(groups):
-        where, ids = f"param_groups[{number}] of the checkpoint", group.get("params")
-        if not isinstance(ids, (list, tuple)):
-            raise ValueError(f"{where} must list its params, found {ids!r}")
-        for saved_id in ids:
-            if not isinstance(saved_id, Hashable):
-                raise ValueError(f"{where} has params that name no state, one of them {saved_id!r}")
-            if saved_id in seen:
-                raise ValueError(f"the checkpoint has parameter {saved_id!r} twice in its groups")
-            seen.add(saved_id)
 
 
 def read_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
@@ -70,12 +47,31 @@ def read_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     State that belongs to no parameter stays as it is.
 
     Raises:
-        ValueError: state of one parameter twice, or in another form than torch.optim's.
+        ValueError: groups or state in another form than torch.optim's; an id or state twice.
     """
-    ids = {saved_id for group in state_dict["param_groups"] for saved_id in group["params"]}
-    by_text = {str(saved_id): saved_id for saved_id in ids}
+    check_type(state_dict)
+    saved_states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(saved_states, Mapping):
+        kind = type(saved_states).__name__ if "state" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'state' must be a dict by parameter, found {kind}")
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
+        kind = type(groups).__name__ if "param_groups" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {kind}")
+    by_text: dict[str, Any] = {}
+    ids: set[Any] = set()
+    for number, group in enumerate(groups):
+        where, group_ids = f"param_groups[{number}] of the checkpoint", group.get("params")
+        if not isinstance(group_ids, (list, tuple)):
+            raise ValueError(f"{where} must list its params, found {group_ids!r}")
+        for saved_id in group_ids:
+            if not isinstance(saved_id, Hashable):
+                raise ValueError(f"{where} has params that name no state, one of them {saved_id!r}")
+            if saved_id in ids:
+                raise ValueError(f"the checkpoint has parameter {saved_id!r} twice in its groups")
+            ids.add(saved_id)
+            by_text[str(saved_id)] = saved_id
     states: dict[Any, Any] = {}
-    for key, saved in state_dict["state"].items():
+    for key, saved in saved_states.items():
         saved_id = key if key in ids else by_text.get(str(key), key)
         if saved_id in states:
             raise ValueError(f"the checkpoint has state of parameter {saved_id!r} twice")

@@ -12,17 +12,15 @@ _LOAD = "load the last checkpoint into the model, and into the optimizer by load
 _LOAD_OR_DISCARD = (
     f"{_LOAD}, or call discard_state() before torch.distributed.checkpoint loads in place"
 )
-_ACCEPT_OR_LOAD = (
-    f"call accept_partial_step() to go on from there or to save; or {_LOAD_OR_DISCARD}"
-)
 
 
 class _Status(enum.Enum):
-    WHOLE = enum.auto()  # weights and state are of the same step
-    LOADING = enum.auto()  # a load has begun to write
-    PARTIAL = enum.auto()  # a step broke off, which can be accepted
-    BROKEN = enum.auto()  # a load broke off; only a load mends that
-    VOID = enum.auto()  # broken, and all state was set to zeros for a load in place
+    """How weights and state are; the value says what mends that."""
+
+    WHOLE = ""  # of the same step
+    PARTIAL = f"call accept_partial_step() to go on from there or to save; or {_LOAD_OR_DISCARD}"
+    BROKEN = _LOAD_OR_DISCARD  # a load broke off
+    VOID = _LOAD  # broken, and all state was set to zeros for a load in place
 
 
 class Integrity:
@@ -31,7 +29,8 @@ class Integrity:
     def __init__(self) -> None:
         self._status = _Status.WHOLE
         self._cause = ""  # why the status is not WHOLE, in words
-        self._may_load = False  # whether `loading` is active
+        self._is_loading = False
+        self._has_begun = False  # whether the load that is active may have written
         self._has_parted = False  # whether a step that broke off has left ranks apart
 
     def __reduce__(self) -> tuple:
@@ -45,20 +44,17 @@ class Integrity:
     def is_void(self) -> bool:
         return self._status is _Status.VOID
 
-    def check(self, accept_void: bool = False) -> None:
-        """Raises RuntimeError where weights and state are broken."""
-        if self.is_broken and not (accept_void and self.is_void):
-            raise RuntimeError(f"An earlier {self._cause}: {self._remedy}")
+    def check(self, accept_void: bool = False, accept_partial: bool = False) -> None:
+        """Raises RuntimeError where weights and state are broken.
 
-    @property
-    def _remedy(self) -> str:
-        remedies = {_Status.PARTIAL: _ACCEPT_OR_LOAD, _Status.VOID: _LOAD}
-        return remedies.get(self._status, _LOAD_OR_DISCARD)
-
-    def check_acceptable(self) -> None:
-        """Raises RuntimeError where more is wrong than that a step broke off."""
-        if self._status is not _Status.PARTIAL:
-            self.check()
+        Args:
+            accept_void: not where a load in place is to mend that.
+            accept_partial: not where only a step broke off.
+        """
+        accepted = accept_void and self.is_void
+        accepted |= accept_partial and self._status is _Status.PARTIAL
+        if self.is_broken and not accepted:
+            raise RuntimeError(f"An earlier {self._cause}: {self._status.value}")
 
     def accept(self) -> None:
         """Accepts a step that broke off; `check_together` knows whether it has left ranks apart."""
@@ -102,27 +98,27 @@ class Integrity:
                     self._status, self._has_parted = _Status.PARTIAL, has_parted()
                 if isinstance(error, Exception):
                     self._cause = f"{what} broke off: {type(error).__name__}: {error}. {_AHEAD}"
-                    raise RuntimeError(f"{self._cause}: {self._remedy}") from error
+                    raise RuntimeError(f"{self._cause}: {self._status.value}") from error
             raise
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """A context for a load, which writes from `begin_loading` to `finish_loading`."""
-        self._may_load = True
+        self._is_loading, self._has_begun = True, False
         try:
-            with self.changing("load_state_dict()", lambda _: self._status is _Status.LOADING):
+            with self.changing("load_state_dict()", lambda _: self._has_begun):
                 yield
         finally:
-            self._may_load = False
+            self._is_loading = False
 
     def begin_loading(self) -> None:
         """Marks that a load begins to write; outside of `loading` it does nothing."""
-        if self._may_load:
+        if self._is_loading:
             self._cause = f"load_state_dict() was interrupted. {_AHEAD}"
-            self._status = _Status.LOADING
+            self._status, self._has_begun = _Status.BROKEN, True
 
     def finish_loading(self) -> None:
-        self._status, self._has_parted = _Status.WHOLE, False
+        self._status, self._has_parted, self._has_begun = _Status.WHOLE, False, False
 
     def discard(self) -> None:
         if not self.is_broken:

@@ -41,8 +41,7 @@ class Rounding:
         self.residuals: dict[Tensor, Tensor] = {}
         self._offload = offload
         self._has_stepped = has_stepped
-        self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step
-        self._has_ended = True  # whether these are of the last step
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step, none within one
         self._next_steps: list[int] = []  # by group, what ``rounding_step`` is after this step
         self._names: dict[Tensor, str] = {}
 
@@ -78,7 +77,7 @@ class Rounding:
     def begin_step(self, groups: Sequence[Group], state: OptimizerState) -> None:
         """As `begin`; from now on until `end`, weights change by the step alone."""
         self.begin(groups, state)
-        self._has_ended = False
+        self._versions = {}  # an interrupt may keep `end` from being called
 
     def of(self, param: Tensor, group: Group) -> RoundedBy:
         """What this rank's part of a parameter is rounded by in this step."""
@@ -94,12 +93,6 @@ class Rounding:
     def end(self) -> None:
         """Records the version counters of the weights that a step has left."""
         self._versions = {param: _versions(param) for param in self.residuals}
-        self._has_ended = True
-
-    def end_interrupted(self) -> None:
-        """Ends a step that an interrupt may have kept from ending."""
-        if not self._has_ended:
-            self.end()
 
     def expect_step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Notes what `count_step` sets ``rounding_step`` to, however often it is called."""

@@ -22,15 +22,19 @@ META = torch.device("meta")
 
 
 class StateStore:
-    """Creates missing state, and knows whether steps still have to check it."""
+    """Creates missing state, and knows whether steps still have to check it.
+
+    State dicts hold tensors of zeros that no step has used, since ``state_dict()`` creates state.
+    Loaded again after steps, they have to reset the state, as torch.optim's do. So no step writes
+    into such tensors: the first one makes new ones in their place.
+    """
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
         # Each parameter, its state, and the values that the last step has left in this state.
         self._checked: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
-        # By parameter, the keys of state that was created since the last step.
-        self._created: MutableMapping[Tensor, list[str]] = WeakTensorKeyDictionary()
-        self._has_stepped = False  # since a load or copy, which begin with a new store
+        # Tensors of state that steps have used, since a load or copy, which begin with a new store.
+        self._used: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 
     @property
     def is_checked(self) -> bool:
@@ -41,14 +45,6 @@ class StateStore:
         """Makes the next step create missing state and check all of it."""
         self._checked = None
 
-    def mark_checked(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
-        """Spares later steps the checks of state, as long as its tensors are the same objects."""
-        self._checked = [
-            (param, state[param], list(state[param].values())) for param in params if param in state
-        ]
-        self._created = WeakTensorKeyDictionary()
-        self._has_stepped = True
-
     def recheck_replaced(self, state: MutableOptimizerState) -> None:
         """Makes this step check state if a tensor of it was replaced since the last step."""
         for param, own, values in self._checked or ():
@@ -57,48 +53,36 @@ class StateStore:
                 self._checked = None
                 return
 
-    def _is_created(self, param: Any, key: str, value: Any) -> bool:
-        """Whether a value was created since the last step, and is zero as then: it may have been
-        written in place, as torch.distributed.checkpoint does."""
-        created = self._created.get(param, ()) if isinstance(param, Tensor) else ()
-        return key in created and _is_zero(value)
+    def mark_checked(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
+        """Spares later steps the checks of state, as long as its tensors are the same objects."""
+        self._checked = [
+            (param, state[param], list(state[param].values())) for param in params if param in state
+        ]
+        for _, _, values in self._checked:
+            for value in values:
+                if isinstance(value, Tensor):
+                    self._used[value] = None
 
-    def without_created(self, state: MutableOptimizerState) -> dict[Any, dict[str, Any]]:
-        """State without the zeros that were created since the last step."""
+    def unused_zeros(self, state: MutableOptimizerState) -> dict[Tensor, dict[str, Tensor]]:
+        """State of zeros that no step has used; reads all that no step has used."""
         return {
-            param: {k: value for k, value in own.items() if not self._is_created(param, k, value)}
+            param: {
+                key: value
+                for key, value in own.items()
+                if key in (*KEYS, "step")
+                and isinstance(value, Tensor)
+                and value not in self._used
+                and _is_zero(value)
+            }
             for param, own in state.items()
-            if isinstance(own, dict)
+            if isinstance(param, Tensor)
         }
 
-    def renew_created(self, state: MutableOptimizerState) -> None:
-        """Drops zeros that were created since the last step, before this step creates new ones.
-
-        State dicts may hold them; loaded again, they have to reset the state, as torch.optim's do.
-        """
-        for param in list(self._created):
-            own = state.get(param, {})
-            for key in [k for k, value in own.items() if self._is_created(param, k, value)]:
-                del own[key]
-
-    def count_zeros_as_created(self, state: MutableOptimizerState) -> None:
-        """Before the first step: takes loaded or copied state for created where all of it is zeros.
-
-        A state dict that is taken of it then resets the optimizer, as one of created state does.
-        Reads tensors up to the first that is not zeros.
-        """
-        if self._has_stepped:
-            return
-        loaded = [
-            (param, key, value)
-            for param, own in state.items()
-            if _is_ours(param, own)
-            for key, value in own.items()
-            if key not in self._created.get(param, ())
-        ]
-        if all(_is_zero(value) for _, _, value in loaded):
-            for param, key, _ in loaded:
-                self._created.setdefault(param, []).append(key)
+    def drop_unused_zeros(self, state: MutableOptimizerState) -> None:
+        """Drops state of zeros that no step has used, for `create_missing` to make it anew."""
+        for param, unused in self.unused_zeros(state).items():
+            for key in unused:
+                del state[param][key]
 
     @torch.inference_mode(False)  # state made under it could not be changed outside of it
     @torch.no_grad()
@@ -132,10 +116,8 @@ class StateStore:
                         own.pop(key, None)
                 if not param.requires_grad and own.get(main) is None:
                     continue
-                own, created = state[param], []
+                own = state[param]
                 if not group.use_muon:
-                    if "step" not in own:
-                        created.append("step")
                     adamw.init_step(param, own, group)
                 destination = self._offload.destination(param, group.use_muon)
                 for key, spec in specs_of(param, entry, group, settings).items():
@@ -144,17 +126,14 @@ class StateStore:
                         self._offload.synchronize()
                         own[key] = converted(value, spec.dtype, dtensors.local(value).device)
                     elif value is None and key in keys:
-                        created.append(key)
                         if destination is None:
                             own[key] = zeros(spec, param)
                         else:
                             on_host.append((own, key, zeros(spec, param, META), destination))
-                if created:
-                    self._created.setdefault(param, []).extend(created)
         self._offload.move_to_host(on_host)
         self._offload.offload_missing(state, ((p, g.use_muon) for g in groups for p in g.params))
 
-    def drop_unused(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
+    def drop_departed(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
         """Drops the state of parameters that have left the groups, if it is all zeros.
 
         A trainer that replaces parameters by their shards may have called `state_dict` before,
@@ -165,14 +144,14 @@ class StateStore:
         if departed:
             self._offload.synchronize()
         for param in departed:
-            if _is_ours(param, state[param]) and all(map(_is_zero, state[param].values())):
+            is_ours = state[param].keys() <= {*KEYS, "step"}
+            if is_ours and all(map(_is_zero, state[param].values())):
                 del state[param]
 
 
-def _is_ours(param: Any, param_state: dict[str, Any]) -> bool:
-    """Whether a state has nothing that a user keeps there."""
-    return isinstance(param, Tensor) and param_state.keys() <= {*KEYS, "step"}
-
-
 def _is_zero(value: Tensor) -> bool:
-    return value.is_meta or not dtensors.local(value).any()
+    """Whether this rank's part of a tensor is all zeros; its first row mostly tells."""
+    if value.is_meta:
+        return True
+    local = dtensors.local(value)
+    return not (local.ndim and local[:1].any()) and not local.any()
