@@ -74,7 +74,7 @@ MUTANTS = [
     ),
     Mutant("step/grad_scaler.py", "if reached != everyone and not replicated", "if not reached"),
     Mutant("qk_clip/scales.py", "torch.cat([least.sqrt(), least,", "torch.cat([least, least,"),
-    Mutant("qk_clip/clip.py", "self._scales()  # a rank", "pass  # a rank"),
+    Mutant("qk_clip/clip.py", "_ = self._scales  # a rank", "pass  # a rank"),
     Mutant(
         "state/specs.py",
         "return torch.float32 if group.updates_in_fp32(dtype) else dtype",

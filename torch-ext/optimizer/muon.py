@@ -26,7 +26,9 @@ from .parameters.default_groups import default_is_muon, get_default_muon_param_g
 from .parameters.names import counted, find_name, state_dict_key
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
-from .qk_clip.logit_source import Logits, LogitSource
+from .qk_clip.clip import Clipping, LogitSource, QKClip
+from .qk_clip.config import ClipConfig
+from .qk_clip.layers import Logits
 from .state import checkpoints
 from .state.integrity import Integrity
 from .state.rounding import Rounding
@@ -40,7 +42,6 @@ from .step.warm_up import warm_up
 if TYPE_CHECKING:
     from .extras.audit import Audit
     from .extras.summary import Summary
-    from .qk_clip.clip import Clipping, QKClip
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -158,12 +159,7 @@ class Muon(torch.optim.Optimizer):
             arguments["process_group"] = Replicas(process_group)
         self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
         self._settings.validate()
-        clip: Optional[QKClip] = None
-        if clip_config is not None:  # imported only then
-            from .qk_clip.clip import QKClip
-            from .qk_clip.config import ClipConfig
-
-            clip = QKClip(ClipConfig(clip_config))
+        clip = None if clip_config is None else QKClip(ClipConfig(clip_config))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +14,34 @@ from torch import Tensor
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..distributed.plan import ranks_sort_key
-from ..distributed.utils import this_rank
 from ..parameters.names import normalize_name
 from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey, shared_with
 from ..parameters.validation import warn
 from .config import ClipConfig, LayerKey
-from .logit_source import Logits
-from .projections import Layer, Layers, find_layers, quote
+from .layers import Layer, Layers, Logits, find_layers, quote
 from .scales import PackedLayers, ReducedLogits, concatenate_logits, read_layer_logits
+
+
+class LogitSource:
+    """Where the logits of the next step come from. Copies and pickles of an optimizer have none.
+
+    Attributes:
+        recorder: records logits in the forward, for steps that get no other logits.
+        next_logits: logits for the next step.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Any = None
+        self.next_logits: Optional[Logits] = None
+
+    def take(self, qk_logits: Optional[Logits]) -> tuple[Optional[Logits], bool]:
+        """The logits of a step, and whether they are those of the recorder: those passed to it,
+        else those set before it, else recorded ones."""
+        next_logits, self.next_logits = self.next_logits, None
+        recorded = None if self.recorder is None else self.recorder.take()
+        logits = next_logits if qk_logits is None else qk_logits
+        return (recorded, True) if logits is None else (logits, False)
 
 
 @dataclass(eq=False)
@@ -38,7 +58,6 @@ class Clipping:
     notes: Mapping[tuple[int, ...], Sequence[str]]
     counter: Optional[QKClip]
     _works: list[Any] = field(default_factory=list)
-    _scales_by_id: Optional[dict[int, Tensor]] = None
 
     def reduce(self, settings: Settings) -> None:
         """Starts to take the maxima over ranks, of all layers at once; on all ranks alike."""
@@ -49,24 +68,24 @@ class Clipping:
                 group = dtensors.process_group(param, packed.ranks, settings.process_group)
                 self._works.append(max_over_ranks(logits, group))
 
+    @functools.cached_property
     def _scales(self) -> dict[int, Tensor]:
         """The factors of this rank's rows of all projections, by id of the parameter."""
-        if self._scales_by_id is None:
-            for work in self._works:
-                work.wait()
-            self._scales_by_id = {}
-            for packed, logits in self.packed_logits:
-                self._scales_by_id.update(packed.scales(logits))
-        return self._scales_by_id
+        for work in self._works:
+            work.wait()
+        by_id: dict[int, Tensor] = {}
+        for packed, logits in self.packed_logits:
+            by_id.update(packed.scales(logits))
+        return by_id
 
     def scale(self, param: Tensor) -> Optional[Tensor]:
         """The factors of this rank's rows of a parameter, which broadcast to them; None where the
         parameter is no projection."""
-        return self._scales().get(id(param))
+        return self._scales.get(id(param))
 
     def finish(self) -> None:
         """Waits for the maxima, and counts what the step has clipped."""
-        self._scales()  # a rank that holds no row of a projection has not waited for the maxima
+        _ = self._scales  # a rank that holds no row of a projection has not waited for the maxima
         if self.counter is not None:
             self.counter.count(self.packed_logits)
 
@@ -76,8 +95,7 @@ class QKClip:
 
     def __init__(self, config: ClipConfig):
         self.config = config
-        self._has_warned = False  # of a step without logits
-        self._has_warned_of_ranks = False  # that may see other logits
+        self._warned: set[str] = set()  # of what, since each warning comes once
         self._survey: Optional[Survey] = None  # the one that the layers were packed from
         self._packed_layers: list[PackedLayers] = []
         self._layers = Layers({}, {})
@@ -85,8 +103,8 @@ class QKClip:
         self._notes: dict[tuple[int, ...], list[str]] = {}
         self._steps = 0
         self._last: Sequence[tuple[PackedLayers, Tensor]] = ()
-        self._clipped: dict[torch.device, Tensor] = {}  # how many logits in all steps, ()
-        self._nonfinite: dict[torch.device, Tensor] = {}
+        # How many logits were clipped in all steps, and how many were Inf or NaN, (2,).
+        self._totals: dict[torch.device, Tensor] = {}
 
     def __reduce__(self) -> tuple:
         return QKClip, (self.config,)
@@ -155,8 +173,14 @@ class QKClip:
             if is_recorded:
                 _warn_of_unknown(self._layers.unknown_names(logits), groups)
         by_layer = self._layers.match(logits, pass_over_unknown=is_recorded)
-        if not isinstance(logits, ReducedLogits):
-            self._warn_of_ranks()
+        if self._unshared and dtensors.world_size() > 1 and not isinstance(logits, ReducedLogits):
+            self._warn_once(
+                f"QK-Clip: the weights of {quote(self._unshared)} are plain tensors, which the "
+                "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
+                "they see other logits, and their weights diverge: give Muon their process_group, "
+                "or step() logits that were reduced, qk_clip.reduce_qk_logits(logits)",
+                of="ranks",
+            )
         packed_logits = []
         for packed in self._packed_layers:
             parts = [read_layer_logits(by_layer[la.key], la, packed) for la in packed.layers]
@@ -167,34 +191,26 @@ class QKClip:
         return Clipping(packed_logits, self._notes, None if only_with_gradient else self)
 
     def _warn_of_none(self, logits: Optional[Logits]) -> None:
-        """Warns, once, of a step without logits."""
-        if self._has_warned:
-            return
+        """Warns of a step without logits."""
+        given = "clip_config is given, but "
         if logits is None:
-            problem = (
-                "step() got no qk_logits, so nothing is clipped: give it some, call "
-                "set_qk_logits() before, or set qk_recorder"
+            self._warn_once(
+                f"{given}step() got no qk_logits, so nothing is clipped: give it some, call "
+                "set_qk_logits() before, or set qk_recorder",
+                of="logits",
             )
         elif isinstance(logits, Mapping) and logits and all(v is None for v in logits.values()):
-            problem = (
-                "qk_logits has no logits of any layer, so nothing is clipped: does qk_recorder "
-                "hook the model that is trained, or was it removed, or replaced by another?"
+            self._warn_once(
+                f"{given}qk_logits has no logits of any layer, so nothing is clipped: does "
+                "qk_recorder hook the model that is trained, or was it removed, or replaced by "
+                "another?",
+                of="logits",
             )
-        else:
-            return
-        self._has_warned = True
-        warn(f"clip_config is given, but {problem}")
 
-    def _warn_of_ranks(self) -> None:
-        """Warns, once, where other ranks may be replicas that clip by other logits."""
-        if self._unshared and not self._has_warned_of_ranks and dtensors.world_size() > 1:
-            self._has_warned_of_ranks = True
-            warn(
-                f"QK-Clip: the weights of {quote(self._unshared)} are plain tensors, which the "
-                "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
-                "they see other logits, and their weights diverge: give Muon their process_group, "
-                "or step() logits that were reduced, qk_clip.reduce_qk_logits(logits)"
-            )
+    def _warn_once(self, problem: str, of: str) -> None:
+        if of not in self._warned:
+            self._warned.add(of)
+            warn(problem)
 
     def _pack_layers(self, groups: Sequence[Group], survey: Survey, settings: Settings) -> None:
         """Finds the layers of the groups, and packs those of the same ranks and device."""
@@ -205,13 +221,13 @@ class QKClip:
             ranks = _ranks_of(layer, settings)
             if ranks is None:
                 self._unshared.append(layer.prefix)
-            elif len(ranks) == 1 or this_rank() not in ranks:
+            elif len(ranks) == 1 or dtensors.this_rank() not in ranks:
                 ranks = None
-            device = dtensors.compute_device(layer.projections[0].param)
-            by_key.setdefault((ranks, device), []).append(layer)
-            if ranks is not None:
+            else:
                 line = f"QK-Clip of layer {layer.key!r}: {layer.config}"
                 self._notes.setdefault(ranks, []).append(line)
+            device = dtensors.compute_device(layer.projections[0].param)
+            by_key.setdefault((ranks, device), []).append(layer)
         # All ranks go through their sets in one order.
         keys = sorted(by_key, key=lambda key: (*ranks_sort_key(key[0] or ()), str(key[1])))
         self._packed_layers = [PackedLayers(by_key[key], *key) for key in keys]
@@ -222,9 +238,8 @@ class QKClip:
         self._steps += 1
         self._last = packed_logits
         for packed, logits in packed_logits:
-            clipped, nonfinite = packed.is_clipped(logits), logits == math.inf
-            for totals, mask in ((self._clipped, clipped), (self._nonfinite, nonfinite)):
-                totals[packed.device] = mask.sum() + totals.get(packed.device, 0)
+            counts = torch.stack([packed.is_clipped(logits).sum(), (logits == math.inf).sum()])
+            self._totals[packed.device] = counts + self._totals.get(packed.device, 0)
 
     def stats(self) -> dict[str, Any]:
         """What `Muon.qk_clip_stats` returns."""
@@ -240,14 +255,15 @@ class QKClip:
                     "clipped": int(clipped.sum()),
                     "nonfinite": int((layer_logits == math.inf).sum()),
                 }
+        totals = [counts.tolist() for counts in self._totals.values()]
         return {
             "steps": self._steps,
             "max_logit": max((la["max_logit"] for la in layers.values()), default=-math.inf),
             "heads": sum(len(layer["max_logits"]) for layer in layers.values()),
             "clipped": sum(layer["clipped"] for layer in layers.values()),
             "nonfinite": sum(layer["nonfinite"] for layer in layers.values()),
-            "total_clipped": sum(map(int, self._clipped.values())),
-            "total_nonfinite": sum(map(int, self._nonfinite.values())),
+            "total_clipped": sum(clipped for clipped, _ in totals),
+            "total_nonfinite": sum(nonfinite for _, nonfinite in totals),
             "layers": layers,
         }
 

@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 
 from .. import split_notation
 from ..parameters.names import normalize_name
-from ..parameters.options import is_int, is_number
+from ..parameters.options import Option, is_int, is_number
 
 # Names of parameters whose rows are heads. In multi-head latent attention, the parameters that
 # project a latent up to queries, and to keys and values, have other names.
@@ -20,11 +20,33 @@ LATENT_KEYS = ("wkv_b", "kv_b_proj")
 SIDES = {**dict.fromkeys(QUERIES, "q"), **dict.fromkeys((*KEYS, *LATENT_KEYS), "k")}
 KINDS = tuple(SIDES)
 
-_MLA_DIMS = {"qk_nope_head_dim": 1, "qk_rope_head_dim": 0, "v_head_dim": 1}  # with their minima
-_OPTIONS = (
-    *("q_indices", "k_indices", "head_dim", "threshold", "is_mla"),
-    *(*_MLA_DIMS, "row_map"),
-)
+
+def _int_from(least: int) -> Option:
+    return Option(lambda value: is_int(value) and value >= least, f"an int ≥ {least}")
+
+
+def _are_indices(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(is_int(index) and index >= 0 for index in value)
+
+
+_INDICES = Option(lambda value: value is None or _are_indices(value), "a list of numbers of heads")
+_LATENT_DIMS = {
+    "qk_nope_head_dim": _int_from(1),
+    "qk_rope_head_dim": _int_from(0),
+    "v_head_dim": _int_from(1),
+}
+_OPTIONS = {
+    "q_indices": _INDICES,
+    "k_indices": _INDICES,
+    "head_dim": _int_from(1),
+    "threshold": Option(lambda value: is_number(value) and value > 0, "a finite number above 0"),
+    "is_mla": Option(lambda value: isinstance(value, bool), "True or False"),
+    **_LATENT_DIMS,
+    "row_map": Option(
+        lambda value: value is None or isinstance(value, Mapping), "a mapping from names"
+    ),
+}
 
 LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
 
@@ -67,27 +89,27 @@ class ClipConfig:
     """
 
     def __init__(self, clip_config: Any):
-        self._common: Optional[LayerConfig] = None
-        self._by_layer: dict[LayerKey, Optional[LayerConfig]] = {}
+        # By a layer's number or the beginning of its name, or by None for all layers.
+        self._configs: dict[Optional[LayerKey], Optional[LayerConfig]] = {}
         if not isinstance(clip_config, Mapping):
             raise ValueError(
                 "clip_config must be a dict of options, or a mapping from layers to such dicts, "
                 f"found {clip_config!r}"
             )
         if not clip_config or any(key in _OPTIONS for key in clip_config):
-            self._common = self._read(clip_config, "clip_config")
+            self._configs[None] = _read(clip_config, "clip_config")
         else:
             for key, options in clip_config.items():
-                _check(
-                    isinstance(key, str) or is_int(key),
-                    f"clip_config has a key {key!r}, which is neither the number of a layer nor a "
-                    "name",
-                )
+                if not (isinstance(key, str) or is_int(key)):
+                    raise ValueError(
+                        f"clip_config has a key {key!r}, which is neither the number of a layer "
+                        "nor a name"
+                    )
                 layer = normalize_name(key) if isinstance(key, str) else int(key)
-                self._by_layer[layer] = self._read(options, f"clip_config[{key!r}]")
-        self.unmatched: set[LayerKey] = set(self._by_layer)
-        configs = [self._common, *self._by_layer.values()]
-        self.row_map_names = {name for config in configs if config for name in config.row_map}
+                self._configs[layer] = _read(options, f"clip_config[{key!r}]")
+        self.unmatched = {key for key in self._configs if key is not None}
+        configs = filter(None, self._configs.values())
+        self.row_map_names = {name for config in configs for name in config.row_map}
 
     def layer_config(
         self, number: Optional[int], prefix: str, is_only: bool
@@ -99,102 +121,76 @@ class ClipConfig:
             prefix: FQN of its attention.
             is_only: whether no other layer has that number.
         """
-        if self._common is not None:
-            return self._common
         parts = prefix.split(".")
         names = [number, *(".".join(parts[:size]) for size in range(len(parts), 0, -1))]
-        name = next((name for name in names if name in self._by_layer), None)
+        name = next((name for name in names if name in self._configs), None)
         if name is None:
-            return None
-        _check(
-            name != number or is_only,
-            f"clip_config[{number}]: there are several layers of this number, one of them "
-            f"{prefix!r}; tell them by such prefixes of names",
-        )
+            return self._configs.get(None)
+        if name == number and not is_only:
+            raise ValueError(
+                f"clip_config[{number}]: there are several layers of this number, one of them "
+                f"{prefix!r}; tell them by such prefixes of names"
+            )
         self.unmatched.discard(name)
-        return self._by_layer[name]
-
-    def _read(self, options: Any, where: str) -> Optional[LayerConfig]:
-        """Reads and checks the options of a layer; messages name them ``where``."""
-        if options is None:
-            return None
-        if not isinstance(options, Mapping):
-            raise ValueError(
-                f"{where} must be a dict of options or None, found {options!r}; options are "
-                f"{', '.join(_OPTIONS)}"
-            )
-        for key in options:
-            if key not in _OPTIONS:
-                close = difflib.get_close_matches(str(key), _OPTIONS, n=1)
-                meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(_OPTIONS)}"
-                raise ValueError(f"{where} has {key!r}, which is no option{meant}")
-        config = _read_options(options, where)
-        q, k = config.q_indices, config.k_indices
-        if q and k and len(q) != len(k):
-            raise ValueError(
-                f"{where}: q_indices lists {len(q)} heads and k_indices {len(k)}, but entry i of "
-                "both is about logit i: list a key head once for each query head that reads it, or "
-                "leave both out"
-            )
-        return config
+        return self._configs[name]
 
 
-def _read_options(options: Mapping[str, Any], where: str) -> LayerConfig:
-    threshold = options.get("threshold", 100.0)
-    _check(
-        is_number(threshold) and threshold > 0,
-        f"{where}: threshold must be a finite number above 0, found {threshold!r}",
-    )
-    is_mla = options.get("is_mla", False)
-    _check(isinstance(is_mla, bool), f"{where}: is_mla must be True or False, found {is_mla!r}")
-    latent_dims = [key for key in _MLA_DIMS if options.get(key) is not None]
-    _check(is_mla or not latent_dims, f"{where} has {', '.join(latent_dims)} but not is_mla=True")
-    dims = []
-    for key, least in _MLA_DIMS.items() if is_mla else [("head_dim", 1)]:
-        dim: Any = options.get(key)
-        _check(
-            is_int(dim) and dim >= least,
-            f"{where}: {key} must be an int ≥ {least}, found {dim!r}",
+def _read(options: Any, where: str) -> Optional[LayerConfig]:
+    """Reads and checks the options of a layer; messages name them ``where``."""
+    if options is None:
+        return None
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            f"{where} must be a dict of options or None, found {options!r}; options are "
+            f"{', '.join(_OPTIONS)}"
         )
-        dims.append(int(dim))
+    for key in options:
+        if key not in _OPTIONS:
+            close = difflib.get_close_matches(str(key), _OPTIONS, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(_OPTIONS)}"
+            raise ValueError(f"{where} has {key!r}, which is no option{meant}")
+    given: dict[str, Any] = {**dict.fromkeys(_OPTIONS), "threshold": 100.0, "is_mla": False}
+    given.update(options)
+    is_mla = given["is_mla"]
+    latent_dims = [key for key in _LATENT_DIMS if given[key] is not None]
+    if is_mla is False and latent_dims:
+        raise ValueError(f"{where} has {', '.join(latent_dims)} but not is_mla=True")
+    unused = {"head_dim"} if is_mla else {*_LATENT_DIMS}
+    for key, option in _OPTIONS.items():
+        if key not in unused:
+            option.check(f"{where}: {key}", given[key])
+    dims = [int(given[key]) for key in (_LATENT_DIMS if is_mla else ["head_dim"])]
+    q, k = (
+        None if given[key] is None else tuple(map(int, given[key]))
+        for key in ("q_indices", "k_indices")
+    )
+    if q and k and len(q) != len(k):
+        raise ValueError(
+            f"{where}: q_indices lists {len(q)} heads and k_indices {len(k)}, but entry i of "
+            "both is about logit i: list a key head once for each query head that reads it, or "
+            "leave both out"
+        )
     return LayerConfig(
-        threshold=float(threshold),
+        threshold=float(given["threshold"]),
         head_dim=sum(dims[:2]),
         plain_dim=dims[0],
-        q_indices=_read_indices(options.get("q_indices"), f"{where}: q_indices"),
-        k_indices=_read_indices(options.get("k_indices"), f"{where}: k_indices"),
+        q_indices=q,
+        k_indices=k,
         latent=tuple(dims) if is_mla else None,
-        row_map=_read_row_map(options.get("row_map"), f"{where}: row_map"),
+        row_map=_read_row_map(given["row_map"] or {}, f"{where}: row_map"),
     )
 
 
-def _read_indices(value: Any, where: str) -> Optional[tuple[int, ...]]:
-    if value is None:
-        return None
-    is_list = isinstance(value, (Sequence, range)) and not isinstance(value, str)
-    if not (is_list and all(is_int(index) and index >= 0 for index in value)):
-        raise ValueError(f"{where} must be a list of numbers of heads, found {value!r}")
-    return tuple(int(index) for index in value)
-
-
-def _read_row_map(row_map: Any, where: str) -> dict[str, str]:
-    if row_map is None:
-        return {}
-    _check(isinstance(row_map, Mapping), f"{where} must be a mapping from names, found {row_map!r}")
+def _read_row_map(row_map: Mapping[Any, Any], where: str) -> dict[str, str]:
     for name, value in row_map.items():
-        _check(
-            isinstance(value, str) and (value in KINDS or not value.isidentifier()),
-            f"{where}[{name!r}] must be the notation of split, or one of {', '.join(KINDS)}, found "
-            f"{value!r}",
-        )
-        if value not in KINDS:
-            try:
+        if not isinstance(value, str) or (value not in KINDS and value.isidentifier()):
+            raise ValueError(
+                f"{where}[{name!r}] must be the notation of split, or one of {', '.join(KINDS)}, "
+                f"found {value!r}"
+            )
+        try:
+            if value not in KINDS:
                 split_notation.parse(value)
-            except ValueError as error:
-                raise ValueError(f"{where}[{name!r}]: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{where}[{name!r}]: {error}") from None
     return dict(row_map)
-
-
-def _check(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ValueError(problem)

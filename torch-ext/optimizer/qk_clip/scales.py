@@ -21,8 +21,7 @@ from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..distributed.utils import this_rank
-from .logit_source import Logits
-from .projections import Layer, Projection
+from .layers import Layer, Logits, Projection
 
 
 class PackedLayers:
@@ -43,7 +42,6 @@ class PackedLayers:
         self.projections = [p for layer in layers for p in layer.projections]
         self.device = device
         self.ranks = ranks
-        self.rank = this_rank()
         self.logit_counts = [layer.logits for layer in layers]
         dtypes = (projection.param.dtype for projection in self.projections)
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
@@ -65,13 +63,9 @@ class PackedLayers:
                 self._shapes.append((*local.shape, *(1,) * columns))
             first_logit += layer.logits
             first_query = first_key + layer.k_heads
-        self._pairs, self._scale_index = (
-            table.to(device, non_blocking=True)
-            for table in (
-                torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous(),
-                torch.cat(scale_indices).to(torch.int32),
-            )
-        )
+        pairs_table = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
+        self._pairs = pairs_table.to(device, non_blocking=True)
+        self._scale_index = torch.cat(scale_indices).to(torch.int32).to(device, non_blocking=True)
 
     def _index_local_rows(self, projection: Projection, layer: Layer, first_query: int) -> Tensor:
         """For each row that this rank holds of a projection, the index of its scale in a table.
@@ -89,12 +83,11 @@ class PackedLayers:
         rows[q + plain] = head_indices[: len(q), None]
         rows[q + rotated] = self._heads + head_indices[: len(q), None]
         rows[k + plain] = head_indices[layer.q_heads :, None][: len(k)]
-        param, dims = projection.param, projection.row_dims
-        sharding = dtensors.sharding_of(param)
-        region = regions.whole(param.shape)
-        if sharding is not None:
-            region = sharding.region(param.shape, self.rank)
-        return rows.view(param.shape[:dims])[regions.slices(region[:dims])]
+        shape, dims = projection.param.shape, projection.row_dims
+        sharding = dtensors.sharding_of(projection.param)
+        whole = regions.whole(shape)
+        region = whole if sharding is None else sharding.region(shape, this_rank())
+        return rows.view(shape[:dims])[regions.slices(region[:dims])]
 
     def scales(self, logits: Tensor) -> dict[int, Tensor]:
         """The factors of the local rows of each projection, by id of its parameter.
@@ -160,7 +153,7 @@ def _local_interval(value: Tensor, where: str, packed: PackedLayers) -> regions.
     placements = value.placements  # type: ignore[attr-defined]
     if any(p.is_partial() and p.reduce_op != "max" for p in placements):
         raise ValueError(f"{where} are {dtensors.describe(value)}; the maximum is needed")
-    others = set(dtensors.ranks_of(value) or ()) - set(packed.ranks or (packed.rank,))
+    others = set(dtensors.ranks_of(value) or ()) - set(packed.ranks or (this_rank(),))
     if others and not all(p.is_replicate() for p in placements):
         raise ValueError(
             f"{where} are {dtensors.describe(value)}, but their weights are not shared with ranks "
@@ -168,7 +161,7 @@ def _local_interval(value: Tensor, where: str, packed: PackedLayers) -> regions.
         )
     sharding = dtensors.sharding_of(value)
     assert sharding is not None
-    return sharding.region(value.shape, packed.rank)[0]
+    return sharding.region(value.shape, this_rank())[0]
 
 
 def concatenate_logits(

@@ -24,9 +24,9 @@ from .config import (
     LayerConfig,
     LayerKey,
 )
-from .logit_source import Logits
 
-HeadStarts = Sequence[int]  # first rows of heads
+Logits = Mapping[Any, Any]  # by layer, (heads,) each
+HeadStarts = Mapping[str, Sequence[int]]  # by side, "q" or "k", the first rows of the heads
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Projection:
     number: Optional[int]  # the last number in the name
     is_bias: bool
     row_dims: int  # how many dimensions count rows
-    # By side, "q" or "k", the first rows of the heads; empty until the layer is configured.
-    head_starts: Mapping[str, HeadStarts] = field(default_factory=dict)
+    head_starts: HeadStarts = field(default_factory=dict)  # empty until the layer is configured
 
     @property
     def rows(self) -> int:
@@ -88,9 +87,9 @@ class Layers:
         matched: dict[LayerKey, Any] = {}
         for name, value in logits.items():
             key = self._key_of(name)
-            if key is None and pass_over_unknown:
-                continue
             if key is None:
+                if pass_over_unknown:
+                    continue
                 raise ValueError(
                     f"qk_logits has {name!r}, where this optimizer has no query and key "
                     f"projections; it has them in {quote(list(self.prefixes)) or 'no layer'}"
@@ -147,32 +146,35 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
     """
     attentions = _by_attention(_projections(groups, {*KINDS, *config.row_map_names}))
     numbers = [projections[0].number for projections in attentions.values()]
-    have_numbers = None not in numbers and len(set(numbers)) == len(numbers)
+    are_keys = None not in numbers and len(set(numbers)) == len(numbers)
     bounded: dict[LayerKey, Layer] = {}
     prefixes: dict[LayerKey, str] = {}
     for (prefix, projections), number in zip(attentions.items(), numbers):
-        key = number if number is not None and have_numbers else prefix
-        layer_config = config.layer_config(number, prefix, numbers.count(number) == 1)
-        if layer_config is not None:
-            kinds = {*KINDS, *layer_config.row_map}
-            projections = [p for p in projections if p.kind in kinds]
+        key: Any = number if are_keys else prefix
         prefixes[key] = prefix
-        if layer_config is None or not projections:
+        layer_config = config.layer_config(number, prefix, numbers.count(number) == 1)
+        if layer_config is None:
             continue
-        projections = [replace(p, head_starts=_head_starts(p, layer_config)) for p in projections]
-        heads = _count_heads(projections, layer_config)
-        q, k = _pair_heads(prefix, layer_config, heads)
-        bounded[key] = Layer(
-            key=key,
-            prefix=prefix,
-            number=number,
-            config=layer_config,
-            projections=tuple(projections),
-            q_heads=heads.get("q", 1 + max(q, default=-1)),
-            k_heads=heads.get("k", 1 + max(k, default=-1)),
-            q_indices=q,
-            k_indices=k,
-        )
+        kinds = {*KINDS, *layer_config.row_map}
+        projections = [
+            replace(projection, head_starts=_head_starts(projection, layer_config))
+            for projection in projections
+            if projection.kind in kinds
+        ]
+        if projections:
+            heads = _count_heads(projections, layer_config)
+            q, k = _pair_heads(prefix, layer_config, heads)
+            bounded[key] = Layer(
+                key=key,
+                prefix=prefix,
+                number=number,
+                config=layer_config,
+                projections=tuple(projections),
+                q_heads=heads.get("q", 1 + max(q, default=-1)),
+                k_heads=heads.get("k", 1 + max(k, default=-1)),
+                q_indices=q,
+                k_indices=k,
+            )
     return Layers(bounded, prefixes)
 
 
@@ -233,7 +235,7 @@ def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projectio
     return attentions
 
 
-def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, HeadStarts]:
+def _head_starts(projection: Projection, config: LayerConfig) -> HeadStarts:
     """The first rows of a projection's query heads and of its key heads, by side."""
     kind = config.row_map.get(projection.kind, projection.kind)
     rows, name = projection.rows, projection.name
@@ -264,16 +266,14 @@ def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, He
     return {SIDES[kind]: range(0, rows, size)}
 
 
-def _starts_by_axes(
-    notation: str, rows: int, config: LayerConfig, where: str
-) -> Mapping[str, HeadStarts]:
+def _starts_by_axes(notation: str, rows: int, config: LayerConfig, where: str) -> HeadStarts:
     """The first rows of the heads in the parts that the notation of ``split`` names q and k."""
     product, _ = split_notation.parse(notation)
     try:
         parts = split_notation.resolve(product, rows, "rows", repr(notation))
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
-    starts: dict[str, HeadStarts] = {}
+    starts: dict[str, list[int]] = {}
     for side, size in ("q", config.head_dim), ("k", config.plain_dim):
         named = (part.indices() for part in parts if side in part.names)
         indices = sorted(itertools.chain.from_iterable(named))
