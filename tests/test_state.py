@@ -477,6 +477,18 @@ def test_fp32_momentum_of_bf16_weights_is_loaded_exactly():
     assert_equal(twin.state[other.qkv.weight]["second_momentum_buffer"], second)
 
 
+def test_a_second_moment_is_in_fp32_whatever_it_was_saved_in():
+    model, optim = build(beta2=0.9)
+    train(model, optim, 2)
+    saved = copy.deepcopy(optim.state_dict())
+    for state in saved["state"].values():
+        if "second_momentum_buffer" in state:
+            state["second_momentum_buffer"] = state["second_momentum_buffer"].double()
+    other, twin = build(seed=1, beta2=0.9)
+    twin.load_state_dict(saved)
+    assert_equal(twin.state_dict()["state"], optim.state_dict()["state"])
+
+
 def test_loaded_moments_get_the_dtype_of_their_parameter_and_momentum_keeps_its_own():
     model, optim = build(torch.float64, beta2=0.9)
     train(model, optim, 3)

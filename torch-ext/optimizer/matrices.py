@@ -110,10 +110,10 @@ class Block:
             return (box,) if regions.numel(box) else ()
         by_dim = []
         for dim, interval in enumerate(intervals):
-            numbers = [number for number, axis in enumerate(self.axes) if axis.dim == dim]
-            numbers.sort(key=lambda number: -self.axes[number].stride)
-            nested = [self.axes[number] for number in numbers]
-            by_dim.append([list(zip(numbers, part)) for part in _boxes(nested, interval)])
+            nested = [(number, axis) for number, axis in enumerate(self.axes) if axis.dim == dim]
+            nested.sort(key=lambda numbered: -numbered[1].stride)
+            numbers, axes = zip(*nested)
+            by_dim.append([list(zip(numbers, part)) for part in _boxes(axes, interval)])
         chosen = (
             dict(itertools.chain.from_iterable(parts)) for parts in itertools.product(*by_dim)
         )
@@ -240,24 +240,20 @@ def _block(experts: Sequence[int], parts: Sequence[Part]) -> Block:
     joined: list[list[Axis]] = []
     for dim, part in enumerate(parts, len(experts)):
         axes = [(loop.counts_matrices, Axis(dim, *loop[:2])) for loop in part.loops]
-        counting += _merged([axis for counts, axis in axes if counts], least=0)
-        joined.append(_merged([axis for counts, axis in axes if not counts] or [Axis(dim, 1)]))
+        counting += _merged([axis for counts, axis in axes if counts])
+        joined.append(_merged([axis for counts, axis in axes if not counts]) or [Axis(dim, 1)])
     rows, *cols = joined
     starts = (*(0 for _ in experts), *(part.start for part in parts))
     col_axis = len(counting) + len(rows)
     return Block((*counting, *rows, *itertools.chain(*cols)), len(counting), col_axis, starts)
 
 
-def _merged(axes: Sequence[Axis], least: int = 1) -> list[Axis]:
-    """Counts the same indices by fewer axes, but by at least ``least``, which is 0 or 1.
-
-    Axes of one index are dropped, and neighbours that are evenly spaced are joined.
-    """
+def _merged(axes: Sequence[Axis]) -> list[Axis]:
+    """Counts the same indices by fewer axes: drops axes of one index, joins those evenly spaced."""
     merged: list[Axis] = []
     for axis in axes:
-        if axis.size == 1 and len(axes) > least:
-            continue
-        if merged and merged[-1].stride == axis.size * axis.stride:
-            axis = axis._replace(size=merged.pop().size * axis.size)
-        merged.append(axis)
-    return merged if merged or not least else [axes[0]._replace(stride=1)]
+        if axis.size != 1:
+            if merged and merged[-1].stride == axis.size * axis.stride:
+                axis = axis._replace(size=merged.pop().size * axis.size)
+            merged.append(axis)
+    return merged

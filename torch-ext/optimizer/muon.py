@@ -842,7 +842,6 @@ class Muon(torch.optim.Optimizer):
     ) -> list[dict[str, Any]]:
         """Checks a checkpoint's state and groups, and divides its state like this optimizer's;
         returns its groups, with every key."""
-        checkpoints.check_count(self.param_groups, param_groups)
         merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
         groups = self._read_groups()
         wheres = [f"{group.where} of the checkpoint" for group in groups]

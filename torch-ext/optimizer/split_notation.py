@@ -90,7 +90,7 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
 def _consecutive(split: Any, rows: int) -> list[Part]:
     """Cuts rows into matrices of consecutive rows; neighbours with equal counts are one part."""
     if split is None:
-        return [Part(0, (Loop(rows, 1),))]
+        split = [rows]
     if not isinstance(split, Sequence):
         if rows % split:
             raise ValueError(f"has {rows} rows, which split={split} does not divide")
@@ -163,9 +163,7 @@ def resolve(product: _Product, total: int, what: str, source: str) -> list[Part]
 
     Args:
         product: the terms of the dimension.
-        total: size of the dimension.
-        what: what messages call the indices of the dimension.
-        source: what messages call the text that the product comes from.
+        what, source: what messages call its indices, and the text that the product comes from.
 
     Raises:
         ValueError: sizes don't fit. The text continues "<parameter> …".

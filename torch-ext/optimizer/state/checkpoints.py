@@ -113,15 +113,6 @@ def step_count(step: Any) -> Any:
     return step if is_number(step) and step >= 0 else None
 
 
-def check_count(groups: Sequence[RawGroup], saved: Sequence[RawGroup]) -> None:
-    """Checks that there are as many groups as saved ones."""
-    if len(groups) != len(saved):
-        raise ValueError(
-            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
-            "a different number of parameter groups; make them as they were when it was saved"
-        )
-
-
 def merge_groups(
     groups: Sequence[RawGroup],
     saved: Sequence[RawGroup],
@@ -132,7 +123,15 @@ def merge_groups(
     A key that a saved group lacks gets its default or, if it has none, the value of the optimizer's
     group. The keys of `STRUCTURE`, which say how parameters are read as matrices, keep the values
     of the optimizer's group.
+
+    Raises:
+        ValueError: there are more of these groups than of the others, or fewer.
     """
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
+            "a different number of parameter groups; make them as they were when it was saved"
+        )
     merged = []
     for group, saved_group in zip(groups, saved):
         structure = {key: group[key] for key in STRUCTURE if key in group}
