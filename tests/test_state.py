@@ -484,7 +484,7 @@ def test_a_second_moment_is_in_fp32_whatever_it_was_saved_in():
     for state in saved["state"].values():
         if "second_momentum_buffer" in state:
             state["second_momentum_buffer"] = state["second_momentum_buffer"].double()
-    other, twin = build(seed=1, beta2=0.9)
+    _, twin = build(seed=1, beta2=0.9)
     twin.load_state_dict(saved)
     assert_equal(twin.state_dict()["state"], optim.state_dict()["state"])
 
