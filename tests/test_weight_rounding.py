@@ -64,7 +64,7 @@ def train(run: Run, steps: Iterable[int]) -> None:
             grad = torch.randn(p.shape, generator=generator).bfloat16()
             if p.requires_grad and not name.startswith("idle"):
                 p.grad = part_for(p, grad.to(p.dtype))
-        has_clip = run.optim._clip is not None
+        has_clip = run.optim._clip.config is not None
         run.optim.step(qk_logits=LOGITS if has_clip else None)
 
 

@@ -26,7 +26,7 @@ from .parameters.default_groups import default_is_muon, get_default_muon_param_g
 from .parameters.names import counted, find_name, state_dict_key
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
-from .qk_clip.clip import Clipping, LogitSource, QKClip
+from .qk_clip.clip import QKClip
 from .qk_clip.config import ClipConfig
 from .qk_clip.layers import Logits
 from .state import checkpoints
@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
             arguments["process_group"] = Replicas(process_group)
         self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
         self._settings.validate()
-        clip = None if clip_config is None else QKClip(ClipConfig(clip_config))
+        clip = QKClip(None if clip_config is None else ClipConfig(clip_config))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
@@ -167,14 +167,12 @@ class Muon(torch.optim.Optimizer):
         self._store = StateStore(self._offload)
         self._rounding = Rounding(self._offload)
         self._integrity = Integrity()
-        self._logits = LogitSource()
         self._audit: Optional[Audit] = None
-        self._clip: Optional[QKClip] = None  # set once all groups are added: layers may span them
+        self._clip = QKClip(None)  # off until all groups are added, which layers may span
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         groups = self._read_groups()
-        if clip is not None:
-            clip.check_and_warn(groups)
+        clip.check_and_warn(groups)
         self._clip = clip
         self._check_reference(groups)
         self._registration = agreement.Registration(self._sets)
@@ -210,7 +208,7 @@ class Muon(torch.optim.Optimizer):
             group.setdefault("rounding_step", 0)
         entries_of(group_view, len(self.param_groups), self._settings)  # raises if one is wrong
         validation.check_unshared(group_view, self.param_groups)
-        if self._clip is not None:
+        if self._clip.config is not None:
             self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
         validation.warn_about_overshoot(group_view)
         names = group.pop("names")
@@ -419,7 +417,7 @@ class Muon(torch.optim.Optimizer):
                 # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
                 only_creates = is_dry and not any(map(_has_gradient, groups))
-                clipping = self._begin_clipping(qk_logits, groups, is_dry)
+                clipping = self._clip.begin(qk_logits, groups, self._survey, self._settings, is_dry)
                 if self._settings.triton and plan is not self._warmed_up:
                     warm_up(plan, groups)
                     self._warmed_up = plan
@@ -473,26 +471,6 @@ class Muon(torch.optim.Optimizer):
             self._audit if is_audited else None,
             self._agreement.only_creates,
         )
-
-    def _begin_clipping(
-        self, qk_logits: Optional[Logits], groups: list[Group], is_dry: bool
-    ) -> Optional[Clipping]:
-        """QK-Clip of this step; None where it is off, or has no logits.
-
-        A dry step may be torch.distributed.checkpoint's, which only creates state. Unless it was
-        given ``qk_logits``, it clips only layers of which a rank has a gradient other than zeros.
-        """
-        logits, is_recorded = self._logits.take(qk_logits)
-        if self._clip is not None:
-            only_with_gradient = is_dry and qk_logits is None
-            context = groups, self._survey, self._settings
-            return self._clip.begin(logits, is_recorded, *context, is_dry, only_with_gradient)
-        if logits is not None:
-            raise ValueError(
-                "step() got qk_logits, but the optimizer has no clip_config that says how to bound "
-                'them: Muon(..., clip_config={"head_dim": 128, "threshold": 100})'
-            )
-        return None
 
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this rank."""
@@ -558,7 +536,7 @@ class Muon(torch.optim.Optimizer):
             from .reference import check
 
             others = {
-                "a clip_config": self._clip is not None,
+                "a clip_config": self._clip.config is not None,
                 "CPU offload": self._offload.is_on,
                 "an audit": self._audit is not None and self._audit.is_on,
                 "weights in host memory": any(map(self._offload.is_on_host, self._params())),
@@ -610,7 +588,7 @@ class Muon(torch.optim.Optimizer):
     def _summarize(self, groups: list[Group], survey: Survey) -> Summary:
         from .extras.summary import summarize
 
-        layers = () if self._clip is None else self._clip.find(groups)
+        layers = self._clip.find(groups)
         clipped = {id(projection.param) for la in layers for projection in la.projections}
         return summarize(groups, survey, self._settings, self.cpu_offload, clipped)
 
@@ -652,7 +630,7 @@ class Muon(torch.optim.Optimizer):
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
         """Sets ``qk_logits`` of the next `step`, for trainers that call it without arguments."""
-        self._logits.next_logits = qk_logits
+        self._clip.next_logits = qk_logits
 
     @property
     def qk_recorder(self) -> Any:
@@ -660,13 +638,13 @@ class Muon(torch.optim.Optimizer):
 
         Copies and pickles have none.
         """
-        return self._logits.recorder
+        return self._clip.recorder
 
     @qk_recorder.setter
     def qk_recorder(self, recorder: Any) -> None:
         if recorder is not None and not callable(getattr(recorder, "take", None)):
             raise ValueError(f"qk_recorder must be a QKLogitRecorder or None, found {recorder!r}")
-        self._logits.recorder = recorder
+        self._clip.recorder = recorder
 
     def qk_clip_stats(self) -> dict[str, Any]:
         """What QK-Clip saw and did, as plain numbers. Makes the host wait for the device.
@@ -678,7 +656,7 @@ class Muon(torch.optim.Optimizer):
             (how many had logits), ``total_clipped`` and ``total_nonfinite``. Checkpoints hold none
             of these. Nothing without ``clip_config``.
         """
-        return {} if self._clip is None else self._clip.stats()
+        return self._clip.stats()
 
     @property
     def is_broken(self) -> bool:
@@ -963,7 +941,7 @@ class Muon(torch.optim.Optimizer):
         self._forget_plans()
         if is_unpickled:
             self._rounding.begin_copy(self.state)
-            self._logits = LogitSource()
+            self._clip = QKClip(self._clip.config)
             self._audit = None
             self._registration = agreement.Registration(self._sets)
 

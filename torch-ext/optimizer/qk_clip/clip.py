@@ -23,27 +23,6 @@ from .layers import Layer, Layers, Logits, find_layers, quote
 from .scales import PackedLayers, ReducedLogits, concatenate_logits, read_layer_logits
 
 
-class LogitSource:
-    """Where the logits of the next step come from. Copies and pickles of an optimizer have none.
-
-    Attributes:
-        recorder: records logits in the forward, for steps that get no other logits.
-        next_logits: logits for the next step.
-    """
-
-    def __init__(self) -> None:
-        self.recorder: Any = None
-        self.next_logits: Optional[Logits] = None
-
-    def take(self, qk_logits: Optional[Logits]) -> tuple[Optional[Logits], bool]:
-        """The logits of a step, and whether they are those of the recorder: those passed to it,
-        else those set before it, else recorded ones."""
-        next_logits, self.next_logits = self.next_logits, None
-        recorded = None if self.recorder is None else self.recorder.take()
-        logits = next_logits if qk_logits is None else qk_logits
-        return (recorded, True) if logits is None else (logits, False)
-
-
 @dataclass(eq=False)
 class Clipping:
     """QK-Clip in one step.
@@ -91,10 +70,18 @@ class Clipping:
 
 
 class QKClip:
-    """What an optimizer keeps of QK-Clip between steps."""
+    """What an optimizer keeps of QK-Clip between steps; copies and pickles keep ``config`` alone.
 
-    def __init__(self, config: ClipConfig):
+    Attributes:
+        config: None if QK-Clip is off.
+        recorder: records logits in the forward, for steps that get no other logits.
+        next_logits: logits for the next step.
+    """
+
+    def __init__(self, config: Optional[ClipConfig]):
         self.config = config
+        self.recorder: Any = None
+        self.next_logits: Optional[Logits] = None
         self._warned: set[str] = set()  # of what, since each warning comes once
         self._survey: Optional[Survey] = None  # the one that the layers were packed from
         self._packed_layers: list[PackedLayers] = []
@@ -115,10 +102,12 @@ class QKClip:
         Raises:
             ValueError: no names; a configuration that does not fit a projection.
         """
-        return find_layers(groups, self.config).bounded.values()
+        return () if self.config is None else find_layers(groups, self.config).bounded.values()
 
     def check_and_warn(self, groups: Sequence[Group]) -> None:
         """Checks as `find` does, and warns where QK-Clip has no effect, or may miss a parameter."""
+        if self.config is None:
+            return
         layers = self.find(groups)
         if not layers:
             warn(
@@ -145,31 +134,42 @@ class QKClip:
 
     def begin(
         self,
-        logits: Optional[Logits],
-        is_recorded: bool,
+        qk_logits: Optional[Logits],
         groups: Sequence[Group],
         survey: Survey,
         settings: Settings,
         is_dry: bool,
-        only_with_gradient: bool,
     ) -> Optional[Clipping]:
-        """QK-Clip of a step; None where there are no logits.
+        """QK-Clip of a step; None where it is off, or has no logits.
 
         Args:
-            is_recorded: a recorder has made the logits, and may have layers that this optimizer
-                does not train.
-            is_dry: the step is to change nothing.
-            only_with_gradient: leave layers alone whose gradients are zeros on all ranks.
+            qk_logits: passed to the step; else those set before it count, else recorded ones.
+            is_dry: the step is to change nothing. It may be torch.distributed.checkpoint's, which
+                only creates state. Unless it was given ``qk_logits``, it clips only layers of which
+                a rank has a gradient other than zeros.
 
         Raises:
-            ValueError: logits that don't fit the layers.
+            ValueError: logits that don't fit the layers, or without a configuration.
         """
+        next_logits, self.next_logits = self.next_logits, None
+        recorded = None if self.recorder is None else self.recorder.take()
+        given = next_logits if qk_logits is None else qk_logits
+        logits = recorded if given is None else given
+        if self.config is None:
+            if logits is None:
+                return None
+            raise ValueError(
+                "step() got qk_logits, but the optimizer has no clip_config that says how to bound "
+                'them: Muon(..., clip_config={"head_dim": 128, "threshold": 100})'
+            )
         if not is_dry:
             self._warn_of_none(logits)
         if logits is None:
             return None
+        is_recorded = given is None  # and may have layers that this optimizer does not train
+        only_with_gradient = is_dry and qk_logits is None
         if survey is not self._survey:
-            self._pack_layers(groups, survey, settings)
+            self._pack_layers(find_layers(groups, self.config), survey, settings)
             if is_recorded:
                 _warn_of_unknown(self._layers.unknown_names(logits), groups)
         by_layer = self._layers.match(logits, pass_over_unknown=is_recorded)
@@ -212,9 +212,9 @@ class QKClip:
             self._warned.add(of)
             warn(problem)
 
-    def _pack_layers(self, groups: Sequence[Group], survey: Survey, settings: Settings) -> None:
-        """Finds the layers of the groups, and packs those of the same ranks and device."""
-        self._layers = find_layers(groups, self.config)
+    def _pack_layers(self, layers: Layers, survey: Survey, settings: Settings) -> None:
+        """Packs the layers of the same ranks and device."""
+        self._layers = layers
         self._unshared, self._notes = [], {}
         by_key: dict[tuple, list[Layer]] = {}  # the key: ranks and device
         for layer in self._layers.bounded.values():
@@ -243,6 +243,8 @@ class QKClip:
 
     def stats(self) -> dict[str, Any]:
         """What `Muon.qk_clip_stats` returns."""
+        if self.config is None:
+            return {}
         layers: dict[LayerKey, dict[str, Any]] = {}
         for packed, logits in self._last:
             vectors = (logits, packed.is_clipped(logits))
