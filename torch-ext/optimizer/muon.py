@@ -776,6 +776,7 @@ class Muon(torch.optim.Optimizer):
         checkpoints.check_type(state_dict)
         loaded: dict[str, Any] = {}
         own: set[tuple[torch.device, int]] = set()  # storages whose tensors are used again
+        before = id(self.state)  # torch puts another mapping in its place once all checks passed
 
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             states = checkpoints.read_states(saved)
@@ -789,12 +790,17 @@ class Muon(torch.optim.Optimizer):
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 
         def restore(_: torch.optim.Optimizer) -> None:
+            nonlocal before
             self._offload.clear()
             saved, states = loaded["param_groups"], loaded["state"]
             groups = self._read_groups()
             checkpoints.place_tensors(groups, self.state, saved, states, self._offload, own)
             self._create_state(groups)
-            self._integrity.finish_loading()
+            self._integrity.mend()
+            before = id(self.state)  # what the user's post-hooks raise breaks nothing
+
+        def has_begun(_: BaseException) -> bool:
+            return id(self.state) != before
 
         # `check` runs after the user's pre-hooks, `restore` before the user's post-hooks.
         handles = [
@@ -806,7 +812,7 @@ class Muon(torch.optim.Optimizer):
         enabled = torch.is_grad_enabled()
         try:
             with (
-                self._integrity.loading(),
+                self._integrity.changing("load_state_dict()", has_begun),
                 torch.inference_mode(False),
                 torch.set_grad_enabled(enabled),
             ):
@@ -931,19 +937,17 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_unpickled = "_store" not in vars(self)
-        if not is_unpickled:
-            self._integrity.begin_loading()  # all checks have passed; `restore` places the tensors
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._store = StateStore(self._offload)
+        self._forget_plans()
         if not is_unpickled:
             self._rounding = Rounding(self._offload)
-        self._forget_plans()
-        if is_unpickled:
-            self._rounding.begin_copy(self.state)
-            self._clip = QKClip(self._clip.config)
-            self._audit = None
-            self._registration = agreement.Registration(self._sets)
+            return
+        self._rounding.begin_copy(self.state)
+        self._clip = QKClip(self._clip.config)
+        self._audit = None
+        self._registration = agreement.Registration(self._sets)
 
     @_through_wrappers
     @torch.inference_mode(False)  # else the memory made here could not be changed later

@@ -29,8 +29,6 @@ class Integrity:
     def __init__(self) -> None:
         self._status = _Status.WHOLE
         self._cause = ""  # why the status is not WHOLE, in words
-        self._is_loading = False
-        self._has_begun = False  # whether the load that is active may have written
         self._has_parted = False  # whether a step that broke off has left ranks apart
 
     def __reduce__(self) -> tuple:
@@ -101,24 +99,9 @@ class Integrity:
                     raise RuntimeError(f"{self._cause}: {self._status.value}") from error
             raise
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """A context for a load, which writes from `begin_loading` to `finish_loading`."""
-        self._is_loading, self._has_begun = True, False
-        try:
-            with self.changing("load_state_dict()", lambda _: self._has_begun):
-                yield
-        finally:
-            self._is_loading = False
-
-    def begin_loading(self) -> None:
-        """Marks that a load begins to write; outside of `loading` it does nothing."""
-        if self._is_loading:
-            self._cause = f"load_state_dict() was interrupted. {_AHEAD}"
-            self._status, self._has_begun = _Status.BROKEN, True
-
-    def finish_loading(self) -> None:
-        self._status, self._has_parted, self._has_begun = _Status.WHOLE, False, False
+    def mend(self) -> None:
+        """Marks that a load has brought weights and state of one step."""
+        self._status, self._has_parted = _Status.WHOLE, False
 
     def discard(self) -> None:
         if not self.is_broken:
