@@ -348,7 +348,6 @@ class Muon(torch.optim.Optimizer):
         """Runs the step, unless `_prepare` raises or ranks skip it; ``error`` is the closure's."""
         scaling = Scaling(self)
         step: Optional[Step] = None
-        self._rounding.expect_step(self.param_groups)
 
         def has_begun(raised: BaseException) -> bool:
             if step is not None and not isinstance(raised, Exception):

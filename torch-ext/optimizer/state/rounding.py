@@ -42,7 +42,7 @@ class Rounding:
         self._offload = offload
         self._has_stepped = has_stepped
         self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step, none within one
-        self._next_steps: list[int] = []  # by group, what ``rounding_step`` is after this step
+        self._next_steps: list[int] = []  # by group, ``rounding_step`` after the last step
         self._names: dict[Tensor, str] = {}
 
     def __reduce__(self) -> tuple:
@@ -78,6 +78,7 @@ class Rounding:
         """As `begin`; from now on until `end`, weights change by the step alone."""
         self.begin(groups, state)
         self._versions = {}  # an interrupt may keep `end` from being called
+        self._next_steps = [group.rounding_step + 1 for group in groups]
 
     def of(self, param: Tensor, group: Group) -> RoundedBy:
         """What this rank's part of a parameter is rounded by in this step."""
@@ -94,12 +95,8 @@ class Rounding:
         """Records the version counters of the weights that a step has left."""
         self._versions = {param: _versions(param) for param in self.residuals}
 
-    def expect_step(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Notes what `count_step` sets ``rounding_step`` to, however often it is called."""
-        self._next_steps = [group.get("rounding_step", 0) + 1 for group in groups]
-
     def count_step(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Counts the step that was expected, in groups whose weights are rounded at random."""
+        """Counts the last step, however often called, in groups that are rounded at random."""
         for group, step in zip(groups, self._next_steps):
             if group["weight_rounding"] == "stochastic":
                 group["rounding_step"] = step
