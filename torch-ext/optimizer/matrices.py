@@ -87,11 +87,6 @@ class Block:
         """Columns of each matrix."""
         return math.prod(self.shape[self.col_axis :])
 
-    @functools.cached_property
-    def _is_dense(self) -> bool:
-        """Whether coordinates are indices of the stored tensor, relative to ``starts``."""
-        return all(axis[::2] == (dim, 1) for dim, axis in enumerate(self.axes))
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.axes, self.row_axis, self.starts)))  # once
 
@@ -105,7 +100,7 @@ class Block:
         There is at most one box, unless the region begins or ends within an index of an outer axis.
         """
         intervals = list(regions.relative(region, tuple((start, start) for start in self.starts)))
-        if self._is_dense:
+        if all(axis[::2] == (dim, 1) for dim, axis in enumerate(self.axes)):  # it is dense
             box = tuple(map(regions.overlap, regions.whole(self.shape), intervals))
             return (box,) if regions.numel(box) else ()
         by_dim = []
@@ -230,12 +225,8 @@ def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split
 
 
 def _block(experts: Sequence[int], parts: Sequence[Part]) -> Block:
-    """The block of the matrices that, in each expert, have these parts of the rows and columns.
-
-    Args:
-        experts: the sizes of the leading dimensions.
-        parts: the part of the rows, then a part of each dimension of the columns.
-    """
+    """The block of the matrices that, in each expert, have these parts of the rows and of each
+    dimension of the columns; ``experts`` are the sizes of the leading dimensions."""
     counting = [Axis(dim, size) for dim, size in enumerate(experts)]
     joined: list[list[Axis]] = []
     for dim, part in enumerate(parts, len(experts)):

@@ -68,8 +68,7 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
         cols: the tensor's sizes after the rows; several if they are flattened.
 
     Returns:
-        The parts of the rows; and the parts of the columns, each a list with one `Part` for each
-        dimension of the columns.
+        The parts of the rows; and those of the columns, each a `Part` for every dimension of them.
 
     Raises:
         ValueError: the split does not fit. The text continues "<parameter> …".
