@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     calls[f"{options.sharded} of 64 × 64, another one absent each time"] = partial(
         planned.step, one
     )
-    with patch.object(kernel.pipeline, "newton_schulz", nothing):
+    with patch.object(kernel.pipeline, "orthogonalize", nothing):
         seconds = take_turns(calls, options.rounds)
     counts = {name: int(name.split(" of ")[0].split()[-1]) for name in calls}
     rows = [

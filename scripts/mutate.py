@@ -82,8 +82,8 @@ MUTANTS = [
     ),
     Mutant("state/checkpoints.py", "if saved.use_muon != group.use_muon:", "if False:"),
     Mutant("weight_rounding.py", "bits + 0x8000 if", "bits + 0x7FFF if"),
-    Mutant("adamw.py", "clip_weights(rows.params, rows.clip, rounded_by=rows.rounded_by)", "pass"),
-    Mutant("cpu_offload/prefetcher.py", "self._backend.wait(COMPUTE, window.arrived)", "pass"),
+    Mutant("adamw.py", "clip_weights(part.weights, list(factors), rounded_by)", "pass"),
+    Mutant("cpu_offload/ring.py", "self._backend.wait(COMPUTE, load.arrived)", "pass"),
 ]
 
 

@@ -99,14 +99,17 @@ def adamw_only() -> list[Any]:
 
 
 def small() -> list[Any]:
-    """Windows of several tensors, of one, and of a part."""
+    """Loads of several tensors, of one, and of a part."""
     return [muon_group_of(((16, 24), (40, 16), (1, 30))), adamw_group_of(((60, 8), (3,)))]
 
 
 TRAININGS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "classical": (mixed, {}),
     "ema, without nesterov": (mixed, {"momentum_style": "ema", "nesterov": False}),
-    "second moments, cautious": (mixed, {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted"}),
+    "second moments, cautious": (
+        mixed,
+        {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted", "chunk_size": 2},
+    ),
     "fp16 arithmetic": (mixed, {"ns_dtype": torch.float16}),
     "bf16 arithmetic": (mixed, {"ns_dtype": torch.bfloat16, "beta2": 0.9}),
     "matrix by matrix": (mixed, {"chunk_size": 1, "beta2": 0.9}),
@@ -117,11 +120,11 @@ TRAININGS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "experts, flattened, split": (experts, {"beta2": 0.9}),
     "experts, one by one": (experts, {"beta2": 0.9, "chunk_size": 1}),
     "dtypes": (dtypes, {"beta2": 0.9}),
-    "transposed": (transposed, {"beta2": 0.9}),
+    "transposed": (transposed, {"beta2": 0.9, "chunk_size": 2}),
     "with gaps": (with_gaps, {"beta2": 0.9}),
     "matrices only": (matrices_only, {"none_grad": False}),
     "AdamW only": (adamw_only, {}),
-    "gram": (mixed, {"ns_algorithm": "gram", "momentum_dtype": torch.float64}),
+    "gram": (mixed, {"ns_algorithm": "gram", "momentum_dtype": torch.float64, "chunk_size": 1}),
     "small": (small, {"beta2": 0.9, "chunk_size": 1}),
 }
 

@@ -21,7 +21,7 @@ regions = optimizer.distributed.regions
 Entry = optimizer.distributed.plan.Entry
 
 NONE = -1  # nothing has been written here
-MOMENT = -3  # in trailers
+MOMENT = -3  # in side buffers
 
 
 @dataclass
@@ -131,37 +131,40 @@ class _Step:
         gathered = _exchange(
             [m[c.gather.kept :] for m, c in zip(momenta, chunks)], chunks, "gather"
         )
-        updates, returned = [], []
+        updates, returned, moments = [], [], []
         for lane, chunk, momentum, came in zip(lanes, chunks, momenta, gathered):
             everything = chunk.scatter.kept + sum(chunk.scatter.received)
             updates.append(torch.full((everything if chunk.slots else chunk.scatter.kept,), NONE))
             sent = 0 if chunk.slots else sum(chunk.scatter.sent)
             returned.append(torch.full((sent,), NONE))
+            moments.append(torch.full((len(lanes) * chunk.moments,), NONE))
             for batch in chunk.batches:
                 units = self.assemble(lane, batch, momentum, came)
                 self.stage_updates(lane, chunk, batch, units, updates[-1], returned[-1])
+                _write(moments[-1], batch.moments, self.moments(batch.units))
         if chunks[0].slots:
             self.seen.all_gathers += 1
-            updates = [_all_gather(updates, chunks)] * len(lanes)
+            updates = [_all_gather(updates, [c.slots for c in chunks])] * len(lanes)
         else:
             assert all(_is_full(u, first) for u in (*updates, *returned))
             back = _exchange(returned, chunks, "scatter")
             updates = [torch.cat([kept, came]) for kept, came in zip(updates, back)]
+        side = _all_gather(moments, [(c.moments,) * len(lanes) for c in chunks])
         for lane, chunk, of_rank in zip(lanes, chunks, updates):
-            self.unpack(lane, chunk, of_rank)
+            self.unpack(lane, chunk, of_rank, side)
 
     def pack(self, lane: Any, chunk: Any) -> torch.Tensor:
         """Fills the buffer of momentum that a rank sends."""
         buffer = torch.full((chunk.gather.kept + sum(chunk.gather.sent),), NONE)
         rank = lane.peers[lane.this_peer]
-        for bundle in itertools.chain(*chunk.momentum):
-            assert bundle.start % _alignment(lane) == 0
-            parts = self.parts(bundle)
-            assert len(parts) == bundle.numel
-            if bundle.is_staged:
-                _write(buffer, bundle.start, parts)
-            self.visit(self.read[rank], rank, bundle, Entry.momentum_region)
-            self.seen.read.update((rank, unit.entry) for unit in bundle.units)
+        for share in chunk.momentum:
+            assert share.start % _alignment(lane) == 0
+            parts = self.parts(share)
+            assert len(parts) == len(share.units) * share.numel
+            if share.is_staged:
+                _write(buffer, share.start, parts)
+            self.visit(self.read[rank], rank, share, Entry.momentum_region)
+            self.seen.read.update((rank, unit.entry) for unit in share.units)
         assert _is_full(buffer, lane)
         return buffer
 
@@ -214,56 +217,55 @@ class _Step:
             numbers = [unit[regions.slices(box)].flatten() for unit in units for box in part.boxes]
             flat = torch.cat(numbers) if numbers else torch.empty(0)
             _write(buffer, part.start, flat)
-            _write(buffer, part.start + len(flat), self.trailer(lane, batch.units))
         for run in batch.scattered_runs:
             buffer = kept if run.first.peer == lane.this_peer else sent
             for parts, there in zip(run.in_units(units), run.in_buffer(buffer, len(units))):
                 assert torch.equal(there, parts)
-            trailer = self.trailer(lane, batch.units)
-            assert (run.after(buffer, len(units), len(trailer)) == torch.tensor(trailer)).all()
 
-    def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
+    def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor, side: torch.Tensor) -> None:
         """Updates a rank's weights with what has come back."""
         seen, rank = torch.zeros_like(updates), lane.peers[lane.this_peer]
-        for bundle in itertools.chain(*chunk.weights):
-            assert bundle.start % _alignment(lane) == 0
-            parts = updates[bundle.start :][: bundle.numel]
-            assert torch.equal(parts, self.parts(bundle))
-            trailer = self.trailer(lane, bundle.units)
-            assert updates[bundle.trailer :][: len(trailer)].tolist() == trailer
-            seen[bundle.start :][: bundle.numel] += 1
-            seen[bundle.trailer :][: len(trailer)] += 1
-            self.visit(self.updated[rank], rank, bundle, Entry.region)
+        seen_moments = torch.zeros_like(side)
+        for share in chunk.weights:
+            assert share.start % _alignment(lane) == 0
+            numel = len(share.units) * share.numel
+            parts = updates[share.start :][:numel]
+            assert torch.equal(parts, self.parts(share))
+            moments = self.moments(share.units)
+            assert side[share.moments :][: len(moments)].tolist() == moments
+            seen[share.start :][:numel] += 1
+            seen_moments[share.moments :][: len(moments)] += 1
+            self.visit(self.updated[rank], rank, share, Entry.region)
         assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
+        assert (seen_moments <= 1).all() and ((seen_moments == 1) == (side != NONE)).all()
         assert len(set(chunk.slots)) == 1 or _is_full(updates, lane)
 
     def unit_of(self, tensors: Sequence[torch.Tensor], unit: Any) -> torch.Tensor:
         """What whole tensors have of a unit, a view."""
         return block_of(tensors[unit.entry], unit.block)[regions.slices(unit.box)]
 
-    def parts(self, bundle: Any) -> torch.Tensor:
-        """The numbers of a bundle's parts, unit by unit, box by box."""
-        units = (self.unit_of(self.whole, unit) for unit in bundle.units)
-        parts = [unit[regions.slices(box)].flatten() for unit in units for box in bundle.boxes]
+    def parts(self, share: Any) -> torch.Tensor:
+        """The numbers of a share's parts, unit by unit, box by box."""
+        units = (self.unit_of(self.whole, unit) for unit in share.units)
+        parts = [unit[regions.slices(box)].flatten() for unit in units for box in share.boxes]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
-    def visit(self, counts: list[torch.Tensor], rank: int, bundle: Any, held: Any) -> None:
-        """Counts the elements of a bundle, where they lie in the local tensor."""
-        parts = [(unit, box) for unit in bundle.units for box in bundle.boxes]
-        assert len(parts) == len(bundle.local_parts)
-        for (unit, box), local_part in zip(parts, bundle.local_parts):
+    def visit(self, counts: list[torch.Tensor], rank: int, share: Any, held: Any) -> None:
+        """Counts the elements of a share, where they lie in the local tensor."""
+        parts = [(unit, box) for unit in share.units for box in share.boxes]
+        assert len(parts) == len(share.local_parts)
+        for (unit, box), local_part in zip(parts, share.local_parts):
             region = regions.slices(held(self.entries[unit.entry], rank))
             local = local_part.of(self.whole[unit.entry][region].contiguous())
             assert torch.equal(local, self.unit_of(self.whole, unit)[regions.slices(box)])
             self.unit_of(counts, unit)[regions.slices(box)] += 1
 
-    def trailer(self, lane: Any, units: Sequence[Any]) -> list[int]:
-        """What comes back behind parts of units: mean squares, for the longer side of every matrix
-        in fp32 or wider."""
+    def moments(self, units: Sequence[Any]) -> list[int]:
+        """The mean squares of units, for the longer side of every matrix."""
         if not self.entries[units[0].entry].second_moment:
             return []
         long = sum(max(u.block.rows, u.block.cols) * u.count for u in units)
-        return [MOMENT] * long * (4 if lane.wire.itemsize == 2 else 1)
+        return [MOMENT] * long
 
 
 def block_of(tensor: torch.Tensor, block: Any) -> torch.Tensor:
@@ -285,7 +287,7 @@ def _owners_of_each(e: Any, ranks: int) -> int:
 
 
 def _alignment(lane: Any) -> int:
-    """Of parts and bundles, in elements: 64 bytes."""
+    """Of parts and shares, in elements: 64 bytes."""
     return 64 // lane.wire.itemsize
 
 
@@ -314,9 +316,9 @@ def _exchange(buffers: Sequence[torch.Tensor], chunks: Sequence[Any], way: str) 
     return [torch.cat(came) for came in received]
 
 
-def _all_gather(buffers: Sequence[torch.Tensor], chunks: Sequence[Any]) -> torch.Tensor:
+def _all_gather(buffers: Sequence[torch.Tensor], slots_of: Sequence[Any]) -> torch.Tensor:
     """What they make of buffers in which each rank has filled its slot, and no other."""
-    (sizes,) = {chunk.slots for chunk in chunks}
+    (sizes,) = set(slots_of)
     slots = [buffer.split(list(sizes)) for buffer in buffers]
     for peer, of_rank in enumerate(slots):
         assert len(of_rank) == len(buffers)

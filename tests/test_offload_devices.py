@@ -189,7 +189,7 @@ def test_a_step_is_the_same_and_leaves_nothing_on_the_device(device):
 
 
 def test_streaming_takes_its_slots_where_the_state_was(device):
-    training = Training()
+    training = Training(chunk_size=1)  # a chunk that is larger than the slots takes more
     training.step()
     training.set_gradients()
     off = device.memory.peak_of(training.optimizer.step)
@@ -523,8 +523,9 @@ def transient_bytes(device: Device, training: Training) -> int:
 
 def stream_hosted(device: Device) -> None:
     # With gradients that stay: letting them go would make room in one case only.
-    off = transient_bytes(device, Training(placed(CUDA), none_grad=False))
-    training = Training(placed(CPU), none_grad=False)
+    options: dict[str, Any] = {"none_grad": False, "chunk_size": 1}
+    off = transient_bytes(device, Training(placed(CUDA), **options))
+    training = Training(placed(CPU), **options)
     training.turn_on()
     assert transient_bytes(device, training) <= off + SLOT_BYTES
 

@@ -296,7 +296,7 @@ def loads_of(plan: Any) -> Loads:
     by_chunk = []
     for chunk in lane.chunks:
         loads = [0] * len(lane.peers)
-        for unit in (u for run in chunk.momentum for bundle in run for u in bundle.units):
+        for unit in (unit for share in chunk.momentum for unit in share.units):
             loads[owners[unit]] += cost(unit)
         by_chunk.append(loads)
     return Loads([sum(of) for of in zip(*by_chunk)], by_chunk, max(map(cost, owners)))
@@ -459,9 +459,9 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_few_calls(name):
     assert calls < 25e6  # a core makes one to five million in a second
     numel = [0] * len(plan.entries)
     for lane in (*plan.lanes, *plan.local_lanes):
-        for bundle in (b for chunk in lane.chunks for run in chunk.momentum for b in run):
-            for unit in bundle.units:
-                numel[unit.entry] += sum(map(regions.numel, bundle.boxes))
+        for share in (share for chunk in lane.chunks for share in chunk.momentum):
+            for unit in share.units:
+                numel[unit.entry] += share.numel
     assert numel == [regions.numel(e.region(517)) for e in plan.entries]
 
 

@@ -113,12 +113,12 @@ def test_all_that_a_step_touches_is_ordered(case, ranks):
 @pytest.mark.parametrize(
     "case, site, queue",
     [
-        ("fp16 arithmetic", "Transport.wait", "collectives of [0, 1] wrote (all_to_all_single)"),
+        ("fp16 arithmetic", "Exchange._wait", "collectives of [0, 1] wrote (all_to_all_single)"),
         ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] wrote (reduce_scatter"),
         ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] read (all_reduce)"),
         ("ZeRO-2", "gather_over_ranks", "collectives of [0, 1] wrote (all_gather"),
-        ("streamed", "PrefetchRing.acquire", "stream 0 wrote (copy_)"),
-        ("streamed", "PrefetchRing.release", "compute wrote (_foreach_add_)"),
+        ("streamed", "Ring.acquire", "stream 0 wrote (copy_)"),
+        ("streamed", "Ring.release", "compute wrote (_foreach_add_)"),
     ],
 )
 def test_a_wait_that_is_left_out_is_found(case, site, queue, ranks):

@@ -1,37 +1,50 @@
-"""AdamW for the parameters that Muon does not train, by torch's fused or foreach implementation."""
+"""AdamW for the parameters that Muon does not train, by torch's fused or foreach implementation.
+
+A step updates AdamW's parameters in parts. A part has lists, with an item for each tensor or piece
+of one, that are bound to parameters and state once, like Muon's chunks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-from torch.profiler import record_function
 
 from .core import clip_weights
-from .cpu_offload import CPUOffload, Prefetcher
-from .cpu_offload.rows import AdamWRows
-from .cpu_offload.windows import Fetch, fill_windows
+from .cpu_offload import CPUOffload, Fetch, Load
+from .cpu_offload.ring import ALIGNMENT, memory_order
 from .distributed.regions import shard_interval
 from .distributed.replicas import Replicas, is_divided
-from .distributed.utils import is_dense, is_dtensor, local
+from .distributed.utils import addresses, is_dense, is_dtensor, local, raw_local
 from .parameters.options import Group
-from .state.specs import keys_of
-from .weight_rounding import RandomBits, as_int16, round_into, widen
+from .weight_rounding import RoundedBy, round_into, widen
 
 if TYPE_CHECKING:
     from .distributed.zero2 import MeanGradients, RowAllGather
-    from .qk_clip.clip import Clipping
     from .state.rounding import Rounding
 
 # Bytes of weights in bf16 that are updated in fp32 at once.
-FP32_WINDOW_BYTES = 16 << 20
+FP32_BYTES = 16 << 20
+
+# Bytes of state that come from host memory for one part: larger copies are no faster, and the step
+# waits for the first of them; and some parts arrive while others are used or copied back.
+STREAMED_BYTES = 64 << 20
+STREAMED_SHARE = 8  # of the memory for them
+
+# A piece has a multiple of the first of these, in elements, that it can have: torch's fused AdamW
+# on CPUs rounds elements that do not fill a vector register differently.
+ALIGNED_NUMEL = (64, 32, 16)
 
 # Devices with a fused kernel, which reads `step` on the parameter's device.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+Index = tuple[slice, ...]
 
 
 def is_fused(param: Tensor) -> bool:
@@ -49,40 +62,226 @@ def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group)
         state["step"] = state["step"].to(device)
 
 
-class AdamWPart(NamedTuple):
-    """What one event updates: a group of AdamW's parameters, or what one window has of it.
+class Kind(NamedTuple):
+    """What the tensors of one part have in common.
 
     Args:
-        group: number of the group among AdamW's.
-        window: number of the window among the group's.
-        nbytes: bytes of state that the window brings; 0 if no state of the group is offloaded.
+        group: number of their group.
+        in_fp32: whether they are updated in fp32, and rounded afterwards.
+        fused: whether torch's fused kernel updates them.
+        capturable: whether a graph may capture that.
+        streamed_to: the device to which their state comes from host memory; else None.
     """
 
     group: int
-    window: int
-    nbytes: int
+    in_fp32: bool
+    fused: bool
+    capturable: bool
+    streamed_to: Optional[torch.device]
+
+
+@dataclass
+class Part:
+    """What one event updates; the lists have an item for each tensor, or piece of one.
+
+    Args:
+        params: the whole parameters.
+        weights: of this rank, as far as it updates them.
+        index: of the piece in these; None for all of them.
+        is_last: whether it is the last piece of its tensor.
+        rounding: residuals or places of random bits; empty unless ``kind.in_fp32``.
+        nbytes: of state that comes from host memory.
+    """
+
+    kind: Kind
+    params: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    index: list[Optional[Index]] = field(default_factory=list)
+    is_last: list[bool] = field(default_factory=list)
+    rounding: list[Tensor] = field(default_factory=list)
+    load: Optional[Load] = None
+    nbytes: int = 0
+
+    @property
+    def group(self) -> int:
+        return self.kind.group
+
+
+class Parts:
+    """AdamW's parts, bound to the parameters that take part and to their state.
+
+    They come group by group, and are valid as long as storages are.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        taking_part: Sequence[Sequence[Tensor]],
+        state: Mapping[Tensor, Mapping[str, Tensor]],
+        replicas: Optional[Replicas],
+        offload: CPUOffload,
+        rounding: Rounding,
+    ):
+        self.taking_part = taking_part
+        self._groups = groups
+        self._state = state
+        self._replicas = replicas
+        self._offload = offload
+        self._rounding = rounding
+        bound = [(p, *state[p].values()) for params in taking_part for p in params]
+        self._tensors = [tensor for tensors in bound for tensor in tensors]
+        self._addresses = addresses(self._tensors)
+        self.parts: list[Part] = []
+        for number, params in enumerate(taking_part):
+            of_group: dict[Kind, list[Part]] = {}
+            for param in params:
+                self._add(param, number, of_group)
+            for parts in of_group.values():
+                self.parts += parts
+        for part in self.parts:
+            if part.kind.streamed_to is not None:
+                self._stream(part)
+
+    def fit(self) -> bool:
+        """Whether all storages are still those that were bound."""
+        return addresses(self._tensors) == self._addresses
+
+    def _add(self, param: Tensor, number: int, of_group: dict[Kind, list[Part]]) -> None:
+        """Adds a parameter to the last part of its kind; what is too large, piece by piece."""
+        own, options, weights = self._state[param], self._groups[number], local(param)
+        in_fp32 = options.updates_in_fp32(param.dtype)
+        rounding = self._rounding.tensor(param, options) if in_fp32 else None
+        if self._replicas is not None and is_row_divided(param, self._replicas):
+            weights = weights[rows_of(param, self._replicas)]
+            if options.weight_rounding == "stochastic" and rounding is not None:
+                rounding = rounding[rows_of(param, self._replicas)]  # a residual has these rows
+        moments = [local(own["exp_avg"]), local(own["exp_avg_sq"])]
+        fetch = self._offload.fetch(own["exp_avg"], moments[0])
+        streamed_to = None if fetch is None else fetch.device
+        kind = Kind(
+            number,
+            in_fp32,
+            is_fused(param) and _lie_alike([weights, *moments]),
+            # No graph captures what CPUs do, and torch's loop over tensors refuses it there.
+            options.capturable and param.device.type != "cpu",
+            streamed_to,
+        )
+        itemsize, limit = weights.itemsize, FP32_BYTES
+        if streamed_to is not None:
+            slots = self._offload.slot_bytes(streamed_to) // STREAMED_SHARE
+            limit = min(slots, STREAMED_BYTES) - 3 * ALIGNMENT
+            itemsize = sum(moment.itemsize for moment in moments) + 2 * in_fp32
+        most = None
+        if in_fp32 or streamed_to is not None:
+            most = max(1, limit // itemsize)
+        parts = of_group.setdefault(kind, [])
+        for index in _pieces(weights, most):
+            nbytes = itemsize * narrow(weights, index).numel()
+            if not parts or (most is not None and parts[-1].nbytes + nbytes > limit):
+                parts.append(Part(kind))
+            part = parts[-1]
+            part.nbytes += nbytes if most is not None else 0
+            part.params.append(param)
+            part.weights.append(narrow(weights, index))
+            part.exp_avgs.append(narrow(moments[0], index))
+            part.exp_avg_sqs.append(narrow(moments[1], index))
+            part.steps.append(own["step"])
+            part.index.append(index)
+            part.is_last.append(False)
+            if rounding is not None:
+                part.rounding.append(narrow(rounding, index))
+        parts[-1].is_last[-1] = True
+
+    def _stream(self, part: Part) -> None:
+        """Says what a part brings from host memory."""
+
+        def fetches(key: str, tensors: Sequence[Tensor]) -> list[Optional[Fetch]]:
+            states = (self._state[param].get(key) for param in part.params)
+            return list(map(self._offload.fetch, states, tensors))
+
+        columns = [fetches("exp_avg", part.exp_avgs), fetches("exp_avg_sq", part.exp_avg_sqs)]
+        if part.rounding:
+            columns.append(fetches("weight_residual", part.rounding))
+        part.load = Load(columns)
+
+
+def narrow(tensor: Tensor, index: Optional[Index]) -> Tensor:
+    """The piece of a tensor, which may be one that broadcasts to the tensor that was divided."""
+    if index is None:
+        return tensor
+    sizes = zip(tensor.shape, index)
+    return tensor[tuple(slice(None) if size == 1 else interval for size, interval in sizes)]
+
+
+def _pieces(tensor: Tensor, most: Optional[int]) -> Iterator[Optional[Index]]:
+    """Yields the pieces of a tensor, of at most so many elements; None for all of it."""
+    if most is None or tensor.numel() <= most:
+        yield None
+    else:
+        yield from _divide(tuple(map(slice, tensor.shape)), memory_order(tensor), most)
+
+
+def _divide(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
+    """Boxes of at most so many elements (at least 1), each an interval of memory if ``box`` is.
+
+    ``dims`` are those of more than one index, the outermost in memory first.
+    """
+    sizes = [s.stop - (s.start or 0) for s in box]
+    numel = math.prod(sizes)
+    if numel <= most:
+        yield box
+        return
+    dim = next(dim for dim in dims if sizes[dim] > 1)
+    step = max(1, most * sizes[dim] // numel)
+    for aligned in (n // math.gcd(n, numel // sizes[dim]) for n in ALIGNED_NUMEL):
+        if step >= aligned:
+            step -= step % aligned
+            break
+    first, stop = box[dim].start or 0, box[dim].stop
+    for start in range(first, stop, step):
+        interval = slice(start, min(start + step, stop))
+        yield from _divide((*box[:dim], interval, *box[dim + 1 :]), dims, most)
+
+
+def is_row_divided(param: Tensor, replicas: Replicas) -> bool:
+    """Whether replicas divide the work on a parameter of AdamW's by rows."""
+    return not is_dtensor(param) and is_divided(param.shape, len(replicas.ranks))
+
+
+def rows_of(param: Tensor, replicas: Replicas) -> slice:
+    """The rows of a parameter that this rank updates."""
+    return slice(*shard_interval(param.shape[0], len(replicas.ranks), replicas.group.rank()))
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors fill their memory densely, in the same order of dimensions.
+
+    torch's fused kernel treats tensors as flat arrays; where one lies otherwise, it would write the
+    wrong elements.
+    """
+    shape, stride = tensors[0].shape, tensors[0].stride()
+    return all(t.shape == shape and t.stride() == stride for t in tensors) and is_dense(tensors[0])
 
 
 class AdamWStep:
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) in one step, part by part.
 
-    It works on the local shards of DTensors, as AdamW is element-wise. Gradients are only read;
-    with ``missing_grad="zero"`` an absent gradient counts as zeros. In ZeRO-2 plain parameters take
-    mean gradients; each rank updates its rows of those that are divided, and gets the other rows
-    from the other ranks.
+    It works on the local shards of DTensors, as AdamW is element-wise. Gradients are only read; an
+    absent one counts as zeros. In ZeRO-2 plain parameters take mean gradients; each rank updates
+    its rows of those that are divided, and gets the other rows from the other ranks.
 
     Args:
-        groups: all groups of the optimizer; Muon's are passed over.
-        state: of each parameter.
+        bound: what takes part.
+        groups: all groups of the optimizer, as they are in this step.
         replicas: the replicas that average gradients and divide the work, in ZeRO-2; else None.
-        offload: knows where the state lives.
-        rounding: has the residuals and random bits of weights that are updated in fp32.
-        clipping: has QK-Clip's factors on query and key projections, applied after the update.
-        prefetcher: brings offloaded state to the device.
+        rounding: has what weights that are updated in fp32 are rounded by.
+        clip: has QK-Clip's factors on a parameter's rows, applied after the update; or None.
         counts: whether the step counts, or only creates state.
 
     Attributes:
-        parts: in the order of their updates.
         means: averages gradients; in ZeRO-2 only.
     """
 
@@ -90,87 +289,80 @@ class AdamWStep:
 
     def __init__(
         self,
+        bound: Parts,
         groups: Sequence[Group],
-        state: Mapping[Tensor, MutableMapping[str, Tensor]],
         replicas: Optional[Replicas],
-        offload: CPUOffload,
         rounding: Rounding,
-        clipping: Optional[Clipping],
-        prefetcher: Prefetcher,
+        clip: Optional[Callable[[Tensor], Optional[Tensor]]],
         counts: bool = True,
     ):
-        self._counts = counts
-        self._groups = [group for group in groups if not group.use_muon]
-        self._taking_part = [[p for p in g.params if g.takes_part(p)] for g in self._groups]
-        self._state = state
-        self._offload = offload
-        self._rounding = rounding
-        self._clipping = clipping
-        self._prefetcher = prefetcher
+        self._bound = bound
+        self._groups = groups
         self._replicas = replicas
-        self._rows: dict[int, AdamWRows] = {}
-        self._gathering: list[RowAllGather] = []
-        if not prefetcher.is_enqueued:
-            for group, params in enumerate(self._taking_part):
-                keys_by_param = [keys_of(self._groups[group], param.dtype) for param in params]
-                fetches = [
-                    [fetch for key in keys for fetch in self._fetches(state[param][key], key)]
-                    for param, keys in zip(params, keys_by_param)
-                ]
-                prefetcher.add_windows(self._key(group), fetches)
-        self.parts = [
-            AdamWPart(group, window, nbytes)
-            for group, params in enumerate(self._taking_part)
-            if params
-            for window, nbytes in enumerate(prefetcher.window_bytes(self._key(group)))
-        ]
+        self._rounding = rounding
+        self._clip = clip
+        self._counts = counts
         self._averaged: dict[Tensor, int] = {}
-        self._divided: set[Tensor] = set()
+        self._held: dict[Tensor, Tensor] = {}  # gradients of parameters in several pieces
+        self._gathering: list[RowAllGather] = []
         if replicas is not None:
             from .distributed.zero2 import MeanGradients  # loaded where it is used
 
-            plain = [p for params in self._taking_part for p in params if not is_dtensor(p)]
+            plain = [p for params in bound.taking_part for p in params if not is_dtensor(p)]
             self._averaged = {param: number for number, param in enumerate(plain)}
-            divided = [is_divided(param.shape, len(replicas.ranks)) for param in plain]
-            self._divided = {param for param, is_cut in zip(plain, divided) if is_cut}
+            divided = [is_row_divided(param, replicas) for param in plain]
             self.means = MeanGradients(plain, divided, replicas.group)
 
     def buckets_needed(self) -> list[int]:
         """For each part, how many buckets of gradients have to be averaged before it."""
         needed, count = [], 0
-        for params in self._taking_part:
+        for params in self._bound.taking_part:
             count += sum(param in self._averaged for param in params)
             needed.append(self.means.bucket_plan.prefix_counts[count])
-        return [needed[part.group] for part in self.parts]
+        return [needed[part.group] for part in self._bound.parts]
 
-    def enqueue(self, number: int) -> None:
-        """Enqueues the window of offloaded state that a part is going to use."""
-        part = self.parts[number]
-        self._prefetcher.enqueue(self._key(part.group), part.window)
-
-    def update(self, number: int) -> None:
-        """Updates one part."""
-        part = self.parts[number]
-        if part.group not in self._rows:
-            self._rows[part.group] = self._rows_of(part.group)
-        rows, options = self._rows[part.group], self._groups[part.group]
-        window = self._prefetcher.window(self._key(part.group), part.window)
-        with window as fetched, record_function("Muon.adamw"):
-            _update(rows.in_window(fetched), options)
-        is_last = number + 1 == len(self.parts) or self.parts[number + 1].group != part.group
-        if is_last:
-            del self._rows[part.group]
-            # A DTensor and its shard have a version counter each; the fused kernel changes neither.
-            for param in self._taking_part[part.group]:
-                torch.autograd.graph.increment_version(param)
+    def update(self, part: Part, bring: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        """Updates one part; ``bring`` brings a list of its tensors to the device."""
+        options, kind = self._groups[part.group], part.kind
+        grads = self._grads(part)
+        exp_avgs, exp_avg_sqs = bring(part.exp_avgs), bring(part.exp_avg_sqs)
+        rounded_by: Optional[list[RoundedBy]] = None
+        weights = part.weights
+        if kind.in_fp32:
+            rounded_by = self._rounding.by(part.params, bring(part.rounding), options)
+            weights = widen(part.weights, rounded_by)
+            grads = [grad.to(torch.float32) for grad in grads]
+        # The step of a tensor in several pieces is counted with the last one.
+        steps = [
+            step if is_last and self._counts else step.clone()
+            for step, is_last in zip(part.steps, part.is_last)
+        ]
+        columns = weights, grads, exp_avgs, exp_avg_sqs, steps
+        alike = [grad.stride() == weight.stride() for grad, weight in zip(grads, weights)]
+        if not kind.fused or all(alike):
+            _call_adamw(columns, kind.fused, kind.capturable, options)
+        else:
+            for fused in (True, False):
+                chosen = [is_alike is fused for is_alike in alike]
+                some = tuple(list(compress(column, chosen)) for column in columns)
+                _call_adamw(some, fused, kind.capturable, options)
+        if rounded_by is not None:
+            round_into(weights, part.weights, rounded_by)
+        if self._clip is not None:
+            factors = map(self._factors, part.params, part.weights, part.index)
+            clip_weights(part.weights, list(factors), rounded_by)
+        # A DTensor and its shard have a version counter each; the fused kernel changes neither.
+        torch.autograd.graph.increment_version(list(compress(part.params, part.is_last)))
 
     def share_rows(self, group: int) -> None:
         """Starts the all-gather that brings every replica the updated rows of a group."""
         from .distributed.zero2 import RowAllGather
 
-        assert self._replicas is not None
-        divided = [param for param in self._taking_part[group] if param in self._divided]
-        self._gathering.append(RowAllGather(divided, self._replicas.group))
+        replicas = self._replicas
+        assert replicas is not None
+        params = self._bound.taking_part[group]
+        divided = [param for param in params if is_row_divided(param, replicas)]
+        self._gathering.append(RowAllGather(divided, replicas.group))
         self._gathering[-1].launch()
 
     def wait(self) -> None:
@@ -178,105 +370,60 @@ class AdamWStep:
         for rows in self._gathering:
             rows.wait()
 
-    def _fetches(self, tensor: Tensor, key: str) -> list[Fetch]:
-        """The fetch that brings a tensor of state to its device; an empty list if it needs none."""
-        part = as_int16(local(tensor)) if key == "weight_residual" else None
-        return self._offload.fetches(tensor, part)
-
-    def _key(self, group: int) -> tuple[str, int]:
-        return "adamw", group
-
-    def _rows_of(self, group: int) -> AdamWRows:
-        """The local tensors of a group's parameters, of divided ones only this rank's rows."""
-        options = self._groups[group]
-        rows = AdamWRows([], [], [], [], [], [], [])
-        for param in self._taking_part[group]:
-            weights, state, rounded_by = local(param), self._state[param], None
-            if options.updates_in_fp32(param.dtype):
-                rounded_by = self._rounding.of(param, options)
-            clip = None if self._clipping is None else self._clipping.scale(param)
-            if clip is not None:  # the two devices differ only for parameters in host memory
-                clip = clip.to(weights.device)
-            if param in self._averaged:
+    def _grads(self, part: Part) -> list[Tensor]:
+        """The gradients of a part's tensors, local ones or means."""
+        grads = []
+        for param, index, is_last in zip(part.params, part.index, part.is_last):
+            grad = self._held.pop(param, None)
+            if grad is None and param in self._averaged:
                 grad = self.means.result(self._averaged[param])
-                if param in self._divided:
-                    assert self._replicas is not None
-                    ranks, rank = len(self._replicas.ranks), self._replicas.group.rank()
-                    interval = slice(*shard_interval(weights.shape[0], ranks, rank))
-                    weights, clip = weights[interval], None if clip is None else clip[interval]
-                    if isinstance(rounded_by, RandomBits):  # a residual has these rows only
-                        rounded_by = rounded_by._replace(places=rounded_by.places[interval])
-            elif param.grad is None:
-                grad = torch.zeros_like(weights)
-            else:
-                grad = local(param.grad)
-            rows.rounded_by.append(rounded_by)
-            rows.params.append(weights)
-            rows.grads.append(grad.to(weights.dtype) if rounded_by is None else grad)
-            rows.exp_avgs.append(local(state["exp_avg"]))
-            rows.exp_avg_sqs.append(local(state["exp_avg_sq"]))
-            rows.steps.append(state["step"] if self._counts else state["step"].clone())
-            rows.clip.append(clip)
-        return rows
+            elif grad is None:
+                grad = param.grad
+                grad = torch.zeros_like(local(param)) if grad is None else raw_local(grad)
+            if not is_last:
+                self._held[param] = grad
+            grad = narrow(grad, index)
+            grads.append(grad if part.kind.in_fp32 else grad.to(param.dtype))
+        return grads
+
+    def _factors(self, param: Tensor, weight: Tensor, index: Optional[Index]) -> Optional[Tensor]:
+        """QK-Clip's factors on a piece of a parameter, or None."""
+        assert self._clip is not None
+        factors = self._clip(param)
+        if factors is None:
+            return None
+        if self._replicas is not None and is_row_divided(param, self._replicas):
+            factors = factors[rows_of(param, self._replicas)]
+        # The two devices differ only for parameters in host memory.
+        return narrow(factors, index).to(weight.device)
 
 
-def _update(rows: AdamWRows, options: Group) -> None:
-    """Updates rows, then clips them; rows with a residual or random bits are updated in fp32."""
-    in_fp32 = [by is not None for by in rows.rounded_by]
-    unwidened = rows.only([not widens for widens in in_fp32]) if any(in_fp32) else rows
-    if unwidened.params:
-        _call_adamw(unwidened, options)
-    rows_in_fp32: Any = rows.only(in_fp32)
-    devices = {param.device for param in rows_in_fp32.params}
-    fetches = [[Fetch(param, param.device, True)] for param in rows_in_fp32.params]
-    for _, pieces in fill_windows(fetches, dict.fromkeys(devices, FP32_WINDOW_BYTES)):
-        part = rows_in_fp32.in_window([(piece, ()) for piece in pieces])
-        exact = widen(part.params, part.rounded_by)
-        grads = [grad.to(torch.float32) for grad in part.grads]
-        _call_adamw(replace(part, params=exact, grads=grads), options)
-        round_into(exact, part.params, part.rounded_by)
-    clip_weights(rows.params, rows.clip, rounded_by=rows.rounded_by)
+def _call_adamw(
+    columns: Sequence[list[Tensor]], fused: bool, capturable: bool, options: Group
+) -> None:
+    """Updates tensors by torch's functional AdamW.
 
-
-def _call_adamw(rows: AdamWRows, options: Group) -> None:
-    """Updates rows by torch's functional AdamW; one call serves all that take the same kernel."""
-    kinds: dict[tuple[bool, bool], list[bool]] = {}
-    for number, param in enumerate(rows.params):
-        # No graph captures what CPUs do, and torch's loop over tensors refuses capturable=True.
-        capturable = options.capturable and param.device.type != "cpu"
-        fused = is_fused(param) and _are_dense(
-            param, rows.grads[number], rows.exp_avgs[number], rows.exp_avg_sqs[number]
-        )
-        chosen = kinds.setdefault((fused, capturable), [False] * len(rows.params))
-        chosen[number] = True
-    beta1, beta2 = options.adamw_betas
-    for (fused, capturable), chosen in kinds.items():
-        same_kind = rows.only(chosen) if len(kinds) > 1 else rows
-        adamw(
-            same_kind.params,
-            same_kind.grads,
-            same_kind.exp_avgs,
-            same_kind.exp_avg_sqs,
-            [],
-            same_kind.steps,
-            fused=fused or None,  # with None, torch takes foreach on devices that have it
-            capturable=capturable,
-            has_complex=any(param.is_complex() for param in same_kind.params),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            eps=options.adamw_eps,
-            maximize=options.maximize,
-        )
-
-
-def _are_dense(param: Tensor, *others: Tensor) -> bool:
-    """Whether all tensors fill their memory densely, in the same order of dimensions.
-
-    torch's fused kernel treats tensors as flat arrays; where one lies otherwise, it would write the
-    wrong elements.
+    Args:
+        columns: weights, gradients, both moments, steps.
+        fused, capturable: as in `Kind`.
     """
-    shape, stride = param.shape, param.stride()
-    return all(t.shape == shape and t.stride() == stride for t in others) and is_dense(param)
+    weights, grads, exp_avgs, exp_avg_sqs, steps = columns
+    beta1, beta2 = options.adamw_betas
+    adamw(
+        weights,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        fused=fused or None,  # with None, torch takes foreach on devices that have it
+        capturable=capturable,
+        has_complex=any(map(torch.is_complex, weights)),
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        eps=options.adamw_eps,
+        maximize=options.maximize,
+    )

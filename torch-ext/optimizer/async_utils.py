@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from .adamw import AdamWPart
 from .distributed.plan import Plan, ranks_sort_key
 
 # How many buckets of gradients are averaged ahead of the bucket that the next event needs.
@@ -35,7 +34,7 @@ class Do(enum.Enum):
     ORTHOGONALIZE = "orthogonalize, scatter"  # orthogonalizes one chunk, launches its scatter
     UPDATE = "update weights"  # updates the weights of one chunk
     AVERAGE_OTHERS = "average AdamW's gradients"  # launches the mean of one bucket
-    ADAMW = "AdamW"  # updates one part of its parameters, see `AdamWPart`
+    ADAMW = "AdamW"  # updates one part of its parameters
     SHARE_ROWS = "gather AdamW's rows"  # brings the updated rows of one group to all replicas
 
 
@@ -45,8 +44,7 @@ class Event(NamedTuple):
     Args:
         do: what the rank does.
         lane: for events of a lane, its number in `Plan.all_lanes`; else −1.
-        number: the number of a chunk in its lane, of a bucket, of a part of AdamW's, or of one of
-            AdamW's groups.
+        number: the number of a chunk in its lane, of a bucket, of a part of AdamW's, or of a group.
     """
 
     do: Do
@@ -81,13 +79,14 @@ class ScheduleInputs:
     """What the order of a step depends on, beside its plan.
 
     Args:
-        adamw_parts: AdamW's parts, in the order of their updates.
+        adamw_parts: AdamW's parts, in the order of their updates: of each the number of its group,
+            and the bytes of state that it brings from host memory.
         prefetch_bytes: bytes of momentum that each chunk brings from host memory, by `Event.chunk`;
             None if the step prefetches nothing.
         averaging: what ZeRO-2 averages; None without ZeRO-2.
     """
 
-    adamw_parts: Sequence[AdamWPart]
+    adamw_parts: Sequence[tuple[int, int]]
     prefetch_bytes: Mapping[tuple[int, int], int] | None
     averaging: Averaging | None
 
@@ -250,12 +249,12 @@ def _adamw(inputs: ScheduleInputs) -> list[Event]:
         return [Event(Do.ADAMW, number=number) for number in range(len(parts))]
     events: list[Event] = []
     launched, buckets = 0, max(averaging.adamw_needed, default=0)
-    for number, (part, needed) in enumerate(zip(parts, averaging.adamw_needed)):
+    for number, ((group, _), needed) in enumerate(zip(parts, averaging.adamw_needed)):
         launches = _launches(Do.AVERAGE_OTHERS, launched, needed, buckets)
         launched += len(launches)
         events += [*launches, Event(Do.ADAMW, number=number)]
-        if number + 1 == len(parts) or parts[number + 1].group != part.group:
-            events.append(Event(Do.SHARE_ROWS, number=part.group))
+        if number + 1 == len(parts) or parts[number + 1][0] != group:
+            events.append(Event(Do.SHARE_ROWS, number=group))
     return events
 
 
@@ -278,7 +277,7 @@ def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> 
     if flops:
         last = len(plan.lanes or plan.local_lanes) - 1
         hiding -= flops[last, len(plan.all_lanes[last].chunks) - 1]
-    nbytes = sum(prefetch_bytes.values()) + sum(part.nbytes for part in parts)
+    nbytes = sum(prefetch_bytes.values()) + sum(of_part for _, of_part in parts)
     flops_done = bytes_done = next_part = 0
     for event in events:
         yield event
@@ -287,7 +286,7 @@ def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> 
         elif event.do is Do.ORTHOGONALIZE:
             flops_done += flops[event.chunk]
             while next_part < len(parts):
-                after = bytes_done + parts[next_part].nbytes
+                after = bytes_done + parts[next_part][1]
                 if after * hiding > nbytes * flops_done:
                     break
                 bytes_done = after

@@ -166,8 +166,11 @@ def update_weights(
     factors: Optional[list[Tensor]] = None,
     together: Optional[Tensor] = None,
     rounded_by: Optional[list[RoundedBy]] = None,
+    clip: Optional[list[Optional[Tensor]]] = None,
 ) -> None:
     """W ← W − (Δ + decay·W) with Δ = rate·factor·U; rounds W once, and may overwrite U.
+
+    Then QK-Clip: W ← clip·W.
 
     Args:
         weights: local tensors, any floating dtype.
@@ -181,6 +184,7 @@ def update_weights(
             at once.
         rounded_by: residuals or random bits by which weights in bf16 are rounded from fp32; None
             rounds to the nearest.
+        clip: as in `clip_weights`.
     """
     if triton_kernels.is_used_on(weights[0].device.type):
         from .triton_kernels import elementwise
@@ -194,7 +198,23 @@ def update_weights(
             factors=factors,
             rounded_by=rounded_by,
         )
-        return
+    else:
+        _update_weights(weights, updates, rate, decay, cautious, factors, together, rounded_by)
+    if clip is not None:
+        clip_weights(weights, clip, rounded_by)
+
+
+def _update_weights(
+    weights: list[Tensor],
+    updates: list[Tensor],
+    rate: Number,
+    decay: Number,
+    cautious: bool,
+    factors: Optional[list[Tensor]],
+    together: Optional[Tensor],
+    rounded_by: Optional[list[RoundedBy]],
+) -> None:
+    """Updates weights by torch's operations."""
     widened = weights if rounded_by is None else widen(weights, rounded_by)
     if factors is not None:
         torch._foreach_mul_(updates, factors)

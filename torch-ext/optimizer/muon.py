@@ -34,9 +34,10 @@ from .state.integrity import Integrity
 from .state.rounding import Rounding
 from .state.specs import check_state
 from .state.store import StateStore
+from .step.binding import Bound
 from .step.grad_scaler import Scaling, scaler_agrees
 from .step.notes import take_notes
-from .step.step import Prepared, Step
+from .step.step import Step
 from .step.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -186,13 +187,14 @@ class Muon(torch.optim.Optimizer):
         self._warmed_up: Optional[Plan] = None  # the plan whose kernels were compiled last
         self._warned = False  # of a step that trains nothing
         self._warned_of_rows = False  # of a state dict with only this rank's rows
-        self._checked_keys: dict[int, set[Any]] = {}  # of each group at its last check, by number
+        self._checked: dict[int, dict[str, Any]] = {}  # groups at their last check, by number
+        self._checked_settings: object = None
         self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # plan and schedule of the step
         self._forget_tensors()
 
     def _forget_tensors(self) -> None:
         """Drops the views of weights and state that steps reuse, which would keep memory alive."""
-        self._prepared: Optional[Prepared] = None
+        self._bound: Optional[Bound] = None
         self._store.recheck()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -352,7 +354,7 @@ class Muon(torch.optim.Optimizer):
         def has_begun(raised: BaseException) -> bool:
             if step is not None and not isinstance(raised, Exception):
                 return True  # an interrupt comes between any two lines
-            if step is not None and (step.has_written or step.gradients.has_released):
+            if step is not None and (step.has_written or step.has_released):
                 return True
             # If the other ranks may go on, they write, even if this rank fails.
             return scaling.has_unscaled or self._agreement.may_go
@@ -384,8 +386,8 @@ class Muon(torch.optim.Optimizer):
                 self._rounding.end()
             if not self._agreement.only_creates:
                 self._rounding.count_step(self.param_groups)
-            self._prepared = step.prepared
-            self._last = step.plan, step.prepared.schedule
+            self._bound = step.bound
+            self._last = step.plan, step.bound.schedule
             self._agreement.steps += 1
 
     def _has_replicas(self) -> bool:
@@ -466,7 +468,7 @@ class Muon(torch.optim.Optimizer):
             self._offload,
             self._rounding,
             clipping,
-            self._prepared,
+            self._bound,
             self._audit if is_audited else None,
             self._agreement.only_creates,
         )
@@ -506,26 +508,29 @@ class Muon(torch.optim.Optimizer):
                 return dtensors.local(value)
         return None
 
-    def _plan(self) -> tuple[list[Group], Plan, set[int]]:
+    def _plan(self) -> tuple[list[Group], Plan, frozenset[int]]:
         """The checked groups, the plan of the step, and which of its entries take no part."""
-        self._settings.validate()
+        if self._settings is not self._checked_settings or self._settings.process_group:
+            self._settings.validate()
+        self._checked_settings = self._settings
         groups = self._read_groups()
         self._check_reference(groups)
         survey = self._take_survey(groups)
         validation.check_not_replaced(groups)
         self._store.recheck_replaced(self.state)
+        if not self._store.is_checked:
+            self._bound = None
         for group, entries in zip(groups, survey.entries):
             validation.check_gradients(group)
             if not self._store.is_checked:
                 validation.check_list_operations(group)
                 check_state(group, entries, self.state, self._settings)
         planner = survey.planner(groups, self._settings)
-        absent = {
-            number
-            for number, entry in enumerate(planner.entries)
-            if not groups[entry.group].takes_part(groups[entry.group].params[entry.index])
-        }
-        plan = planner.plan(frozenset(absent))
+        params = [(groups[e.group].params[e.index], groups[e.group]) for e in planner.entries]
+        absent = frozenset(
+            [n for n, (p, of) in enumerate(params) if p.grad is None and of.missing_grad != "zero"]
+        )
+        plan = planner.plan(absent)
         validation.check_capturable(groups, plan, self._settings, self._offload.destination)
         return groups, plan, absent
 
@@ -556,10 +561,13 @@ class Muon(torch.optim.Optimizer):
     def _survey_of(self, groups: list[Group]) -> Survey:
         """Checks the groups and surveys them; if nothing has changed, this is the kept survey."""
         for number, (group, raw) in enumerate(zip(groups, self.param_groups)):
-            group.validate()
-            if raw.keys() != self._checked_keys.get(number):
-                validation.check_keys(raw, self._defaults_of(raw), group.where)
-                self._checked_keys[number] = set(raw)
+            checked = self._checked.get(number, {})
+            changed = options.changed_keys(raw, checked)
+            if changed or not checked:
+                group.validate(changed if checked else None)
+                if raw.keys() != {"params", *checked}:
+                    validation.check_keys(raw, self._defaults_of(raw), group.where)
+                self._checked[number] = options.checked_keys(raw)
         params = ((p, group.use_muon) for group in groups for p in group.params)
         streams = self.cpu_offload and self._offload.can_offload(params)
         if streams is not self._settings.streams:  # the plan depends on it

@@ -47,20 +47,20 @@ def update_matrices(step: Step) -> None:
         return ranks_sort_key(dtensors.ranks_of(step.params[number]) or ())
 
     for number in sorted(range(len(step.params)), key=order):
-        if step.takes_part(number):
+        if number not in step.absent:
             _update(number, step)
     step.has_exchanged = True
 
 
 def _update(number: int, step: Step) -> None:
-    entry, param, weight = step.plan.entries[number], step.params[number], step.prepared.weights
-    group, W, B = step.groups[entry.group], weight[number], step.prepared.momenta[number]
+    entry, param, weight = step.plan.entries[number], step.params[number], step.bound.weights
+    group, W, B = step.groups[entry.group], weight[number], step.bound.momenta[number]
     look_ahead = empty(W.shape, dtype=entry.opmath, device=W.device)
     step.has_written = True
     if W.numel():
         core.update_momentum(
             [B],
-            [step.gradients.of(number)],
+            step.gradients_of([number]),
             [look_ahead],
             momentum=group.momentum,
             nesterov=group.nesterov,

@@ -2,7 +2,6 @@
 
 from .backend import Backend
 from .offload import CPUOffload
-from .prefetcher import Prefetcher
-from .windows import Fetch
+from .ring import Fetch, Load, Ring
 
-__all__ = ["Backend", "CPUOffload", "Fetch", "Prefetcher"]
+__all__ = ["Backend", "CPUOffload", "Fetch", "Load", "Ring"]

@@ -13,10 +13,9 @@ from ..distributed.utils import compute_device, local, with_local
 from ..state.specs import KEYS
 from .arena import Arena
 from .backend import IN, OUT, Backend
-from .prefetcher import Prefetcher, PrefetchRing
-from .windows import Fetch, dense_stride
+from .ring import Fetch, Load, Ring, dense_stride
 
-# Device memory for windows, by default: a share of the state, or so many bytes if they are more.
+# Device memory for loads, by default: a share of the state, or so many bytes if they are more.
 SLOT_SHARE = 0.05
 LEAST_SLOT_BYTES = 512 << 20
 
@@ -54,9 +53,6 @@ class CPUOffload:
         self._backend: Optional[Backend] = None  # instead of the devices' own
         self._devices: dict[torch.device, OffloadDevice] = {}
         self._offloaded: dict[int, OffloadedTensor] = {}  # by id of the tensor in the state
-        self._prefetcher: Optional[Prefetcher] = None  # of the last step
-        self._plan: object = None  # of the last step
-        self._participants: object = None  # in the last step
 
     def _device(self, device: torch.device) -> OffloadDevice:
         if device not in self._devices:
@@ -86,7 +82,7 @@ class CPUOffload:
             raise ValueError(f"slot_bytes must be None or an int ≥ 1, found {slot_bytes!r}")
         if backend is not None and not isinstance(backend, Backend):
             raise ValueError(f"backend must be None or a SimulatedHost, found {backend!r}")
-        self.is_on, self._slot_bytes, self._prefetcher = True, slot_bytes, None
+        self.is_on, self._slot_bytes = True, slot_bytes
         if backend is not None and backend is not self._backend:
             self.synchronize()
             self._backend, self._devices = backend, {}
@@ -96,7 +92,7 @@ class CPUOffload:
         """Moves all state back to where its parameters are."""
         self.is_on = False
         self.synchronize()
-        self._backend, self._devices, self._prefetcher = None, {}, None
+        self._backend, self._devices = None, {}
         for param in state:  # also those that have left the groups
             for key, tensor in _state_tensors(state, param).items():
                 offloaded = self._offloaded.get(id(tensor))
@@ -151,7 +147,6 @@ class CPUOffload:
         if len(kept) < len(self._offloaded):
             self.synchronize()
             self._offloaded = {key: t for key, t in self._offloaded.items() if key in kept}
-            self._prefetcher = None
 
     def move_to_host(self, states: Sequence[KeyedState]) -> None:
         """Moves tensors to host memory, wherever they are; those on meta become zeros."""
@@ -168,14 +163,13 @@ class CPUOffload:
                     host.copy_(source)
                 tensor = param_state[key] = with_local(tensor, host)
                 self._offloaded[id(tensor)] = OffloadedTensor(tensor, host, device)
-            self._prefetcher = None
 
     def clear(self) -> None:
         """Frees all memory: nobody uses the offloaded state any more, even where a copy failed."""
         for device in self._devices.values():
             device.backend.recover()
         self.synchronize()
-        self._offloaded, self._prefetcher = {}, None
+        self._offloaded = {}
 
     def synchronize(self) -> None:
         """Makes the host wait for all copies: host memory has the newest of everything then."""
@@ -185,37 +179,27 @@ class CPUOffload:
 
     # -- within a step -------------------------------------------------------------------------
 
-    def fetches(self, tensor: Tensor, part: Optional[Tensor] = None) -> list[Fetch]:
-        """The fetch by which a step can use a tensor of the state, or a part of its local tensor;
-        none where it needs no copy."""
+    def fetch(self, tensor: Optional[Tensor], part: Tensor) -> Optional[Fetch]:
+        """What brings a part of a tensor of the state to its device; None where it needs no
+        copy."""
         offloaded = self._offloaded.get(id(tensor))
-        if offloaded is None:
-            return []
-        return [Fetch(offloaded.host if part is None else part, offloaded.device, True)]
+        return None if offloaded is None else Fetch(part, offloaded.device)
 
-    def begin_step(self, plan: object, participants: object, once: bool) -> Prefetcher:
-        """What prefetches the offloaded state for a step.
+    def slot_bytes(self, device: torch.device) -> int:
+        """Device memory for the loads of a step."""
+        nbytes = sum(t.host.nbytes for t in self._offloaded.values() if t.device == device)
+        return self._slot_bytes or max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
 
-        Args:
-            plan, participants: steps with the same object as plan, and equal participants, use the
-                same state in one order; such a step uses again what was prepared for the last one.
-            once: whether more than state is prefetched. Then the tensors may be others in the next
-                step, and nothing is kept for it.
-        """
-        is_same = plan is self._plan and participants == self._participants
-        prefetcher = self._prefetcher
-        if prefetcher is None or not prefetcher.is_enqueued or not is_same:
-            sizes: dict[torch.device, int] = defaultdict(int)
-            for tensor in self._offloaded.values():
-                sizes[tensor.device] += tensor.host.nbytes
-            rings = {}
-            for device, nbytes in sizes.items():
-                slot_bytes = self._slot_bytes or max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
-                rings[device] = PrefetchRing(self._device(device).backend, slot_bytes)
-            prefetcher = Prefetcher(rings)
-            self._plan, self._participants = plan, participants
-        self._prefetcher = None if once else prefetcher
-        return prefetcher
+    def rings(self, loads: Iterable[Load]) -> dict[torch.device, Ring]:
+        """The rings of a step on each device, for loads in the order of their use."""
+        by_device: dict[torch.device, list[Load]] = defaultdict(list)
+        for load in loads:
+            if load.device is not None:
+                by_device[load.device].append(load)
+        return {
+            device: Ring(self._device(device).backend, self.slot_bytes(device), of_device)
+            for device, of_device in by_device.items()
+        }
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
         """Makes the host wait for parameters in host memory that these devices have updated."""

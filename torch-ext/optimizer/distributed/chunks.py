@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
 from torch import Tensor
 
 from ..matrices import LocalPart
 from . import regions
-from .limits import DEFAULT_SPAN_BYTES, SPAN_BYTES, Limits
+from .limits import Limits
 from .regions import Region
 from .units import Channel, Entry, Unit
-from .wire import elements_of_numbers
 
 # The most elements that the slots of an all-gather may take, over the elements that they hold.
 MOST_PADDED = 1.25
@@ -25,31 +24,21 @@ MOST_PADDED = 1.25
 # bytes at once. CPU kernels choose a path by a matrix's address, and paths differ in the last bits
 # of results. So a matrix that is whole on its rank begins at a cache line, as a gathered one does.
 ALIGNMENT_BYTES = 64
-
-
-def views_of_boxes(flat: Tensor, boxes: Sequence[Region], count: int) -> list[Tensor]:
-    """Views of each box, (count, *shape of the box), in a buffer with ``count`` units in a row."""
-    units = flat.view(count, -1)
-    views, start = [], 0
-    for box in boxes:
-        numel = regions.numel(box)
-        views.append(units[:, start : start + numel].unflatten(1, regions.shape_of(box)))
-        start += numel
-    return views
+MOMENT_BYTES = 4  # of a mean square in the side buffer, in fp32
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """This rank's parts of consecutive units of one batch, whoever owns it.
+class Share:
+    """This rank's pieces of the units of one batch, whoever owns it.
 
     Args:
-        units: consecutive units of the batch.
-        boxes: the parts of each unit, in coordinates of the unit's box; equal for all units.
-        local_parts: where the parts lie in the local tensor, unit by unit.
-        start: where the parts begin in the chunk's buffer; for parts that are not staged, in a
-            buffer with these parts alone.
-        trailer: where mean squares of their updates begin in that buffer.
-        is_staged: whether the parts have a place in the chunk's buffer. Momentum that another
+        units: of the batch.
+        boxes: the pieces of each unit, in coordinates of the unit's box; equal for all units.
+        local_parts: where the pieces lie in the local tensor, unit by unit.
+        start: where the pieces begin in the chunk's buffer, unit by unit; for pieces that are not
+            staged, in a buffer with these pieces alone.
+        moments: where the mean squares of the units begin in the chunk's side buffer.
+        is_staged: whether the pieces have a place in the chunk's buffer. Momentum that another
             replica sends has none.
     """
 
@@ -57,22 +46,13 @@ class Bundle:
     boxes: tuple[Region, ...]
     local_parts: tuple[LocalPart, ...]
     start: int
-    trailer: int
+    moments: int
     is_staged: bool
 
     @property
     def numel(self) -> int:
-        return len(self.units) * sum(map(regions.numel, self.boxes))
-
-    def views(self, flat: Tensor) -> Iterator[Tensor]:
-        """Views of the parts in a flat tensor that has them one after the other, unit by unit."""
-        views = views_of_boxes(flat, self.boxes, len(self.units))
-        return itertools.chain.from_iterable(zip(*(view.unbind(0) for view in views)))
-
-
-# Bundles that one call of element-wise arithmetic updates: they have one group, one dtype and, for
-# weights, one scale.
-Span = tuple[Bundle, ...]
+        """Elements of the pieces of one unit."""
+        return sum(map(regions.numel, self.boxes))
 
 
 class PeerPart(NamedTuple):
@@ -82,7 +62,7 @@ class PeerPart(NamedTuple):
         peer: the peer whose parts they are.
         boxes: the parts of each unit, in coordinates of the unit's box.
         start: where the parts begin in the buffer that the owner gathers into or scatters from. If
-            the peer is the owner itself, this is the buffer of its bundles.
+            the peer is the owner itself, this is the buffer of its shares.
     """
 
     peer: int
@@ -149,11 +129,6 @@ class PeerRun(NamedTuple):
             views.append(units.as_strided(shape, (stride, step, *strides), start))
         return views
 
-    def after(self, buffer: Tensor, count: int, numel: int) -> Tensor:
-        """A view of the ``numel`` elements after each peer's parts of ``count`` units."""
-        start = buffer.storage_offset() + self.first.start + count * self.first.numel
-        return buffer.as_strided((self.peers, numel), (self.step, 1), start)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -164,11 +139,18 @@ class Batch:
         gathered: what each peer sends of their momentum, this rank's part first.
         scattered: what each peer gets of their updates, this rank's part first; if all peers get
             the same, only this rank's part.
+        moments: where the mean squares of their updates begin in the chunk's side buffer.
     """
 
     units: tuple[Unit, ...]
     gathered: tuple[PeerPart, ...]
     scattered: tuple[PeerPart, ...]
+    moments: int
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Units, and the shape of each."""
+        return (len(self.units), *self.units[0].shape)
 
     @property
     def matrices(self) -> int:
@@ -200,7 +182,7 @@ class Traffic:
 
     Args:
         sent, received: elements to and from each peer; 0 for this rank itself.
-        kept: elements of its bundles that stay on this rank; without slots, the buffer begins with
+        kept: elements of its pieces that stay on this rank; without slots, the buffer begins with
             them.
     """
 
@@ -213,15 +195,14 @@ class Traffic:
 class Chunk:
     """What is gathered, orthogonalized and scattered together, as one rank sees it.
 
-    This rank's bundles lie in two buffers: input of orthogonalization that it sends, and updates
-    that it receives. A buffer without slots begins with this rank's parts of what it owns; then
-    comes, peer by peer, what it sends or receives. Two ranks exchange, batch by batch, the parts of
-    the units one after the other, and, if they are scattered and have a second moment, a trailer:
-    mean squares of the update. Padding brings the next batch to a multiple of `ALIGNMENT_BYTES`.
+    This rank's pieces lie in two buffers: input of orthogonalization that it sends, and updates
+    that it receives. A buffer without slots begins with this rank's pieces of what it owns; then
+    comes, peer by peer, what it sends or receives. Two ranks exchange, batch by batch, the pieces
+    of the units one after the other. Padding brings the next batch to a multiple of
+    `ALIGNMENT_BYTES`.
 
     Args:
-        momentum, weights: this rank's bundles of all batches, in the order of these buffers. They
-            are joined to spans of the size that suits element-wise arithmetic best.
+        momentum, weights: this rank's share of all batches, in the order of these buffers.
         batches: the batches that this rank owns.
         gather, scatter: the traffic.
         in_place: whether updates take the places of the momentum that they are made of.
@@ -229,15 +210,18 @@ class Chunk:
             buffer of updates then has a slot of this size for each peer, in their order. Slots of
             one size travel by one all-gather, slots of several sizes by a broadcast each. Empty if
             peers get different updates.
+        moments: mean squares of updates that each peer sends to all others, padded to one number;
+            the side buffer has a slot of this size for each peer. 0 without a second moment.
     """
 
-    momentum: tuple[Span, ...]
-    weights: tuple[Span, ...]
+    momentum: tuple[Share, ...]
+    weights: tuple[Share, ...]
     batches: tuple[Batch, ...]
     gather: Traffic
     scatter: Traffic
     in_place: bool
     slots: tuple[int, ...]
+    moments: int
 
 
 class ChunkBuilder:
@@ -257,17 +241,39 @@ class ChunkBuilder:
         entries = [self.entries[number] for number in numbers]
         owners = sorted(owned, key=lambda peer: (peer != this_peer, peer))
         batches = {owner: self._batches(owned[owner]) for owner in owners}
-        slots = self._slots(batches, entries)
+        slots, moments = self._slots(batches, entries), self._moments(batches)
         gather, scatter = self.gather.layout(batches), self.scatter.layout(batches, slots)
         return Chunk(
-            gather.spans,
-            scatter.spans,
-            tuple(map(Batch, batches.get(this_peer, ()), gather.parts, scatter.parts)),
+            tuple(gather.shares),
+            tuple(replace(s, moments=moments.starts[s.units[0]]) for s in scatter.shares),
+            tuple(
+                Batch(units, gathered, scattered, moments.starts[units[0]])
+                for units, gathered, scattered in zip(
+                    batches.get(this_peer, ()), gather.parts, scatter.parts
+                )
+            ),
             gather.traffic,
             scatter.traffic,
             all(entry.scatters_in_place for entry in entries),
             slots,
+            moments.slot,
         )
+
+    def _moments(self, batches: Mapping[int, Sequence[tuple[Unit, ...]]]) -> _Moments:
+        """Lays the mean squares of all updates out in the side buffer."""
+        starts, ends = {}, dict.fromkeys(batches, 0)
+        for owner, owner_batches in batches.items():
+            for units in owner_batches:
+                entry, block = self.entries[units[0].entry], units[0].block
+                starts[units[0]] = ends[owner]
+                if entry.second_moment:
+                    ends[owner] += len(units) * units[0].count * entry.matrices.moments(block)
+        aligned = ALIGNMENT_BYTES // MOMENT_BYTES
+        slot = -(-max(ends.values()) // aligned) * aligned
+        for owner, owner_batches in batches.items():
+            for units in owner_batches:
+                starts[units[0]] += owner * slot
+        return _Moments(starts, slot)
 
     def _slots(
         self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], entries: Sequence[Entry]
@@ -312,10 +318,17 @@ class ChunkBuilder:
         return batches
 
 
-class _Layout(NamedTuple):
-    """One direction of a chunk: this rank's spans, and the peers' parts of each batch it owns."""
+class _Moments(NamedTuple):
+    """Where mean squares lie in the side buffer: by a batch's first unit; and the size of slots."""
 
-    spans: tuple[Span, ...]
+    starts: dict[Unit, int]
+    slot: int
+
+
+class _Layout(NamedTuple):
+    """One direction of a chunk: this rank's shares, and the peers' parts of each batch it owns."""
+
+    shares: list[Share]
     parts: list[tuple[PeerPart, ...]]
     traffic: Traffic
 
@@ -327,8 +340,6 @@ class _Direction:
         self.entries = entries
         self.channel = channel
         self.is_scatter = is_scatter
-        span_bytes = SPAN_BYTES.get(self.channel.device.type, DEFAULT_SPAN_BYTES)
-        self.span_numel = span_bytes // self.channel.opmath.itemsize
         self.alignment = ALIGNMENT_BYTES // self.channel.wire.itemsize  # in elements
 
     def layout(
@@ -342,7 +353,7 @@ class _Direction:
                 one owner follows what comes from the owner before.
         """
         this_peer, peers = self.channel.this_peer, range(len(self.channel.peers))
-        bundles: list[Bundle] = []
+        shares: list[Share] = []
         parts: list[list[PeerPart]] = []  # of each batch that this rank owns
         # By owner, elements of this rank's parts; by peer, elements of what this rank owns.
         by_owner, by_peer = [0 for _ in peers], [0 for _ in peers]
@@ -355,7 +366,8 @@ class _Direction:
                 if owner == this_peer:
                     parts.append([PeerPart(this_peer, boxes, end)])
                 start = end if is_staged else unstaged_end
-                bundles += self._bundles(units, boxes, start, is_staged)
+                local_parts = itertools.chain.from_iterable(map(self._local_parts, units))
+                shares.append(Share(units, boxes, tuple(local_parts), start, 0, is_staged))
                 if is_staged:
                     end += self.numel(units, boxes)
                 else:
@@ -377,47 +389,10 @@ class _Direction:
         by_owner[this_peer] = 0
         sent, received = (by_peer, by_owner) if self.is_scatter else (by_owner, by_peer)
         return _Layout(
-            self._spans(bundles),
+            sorted(shares, key=lambda share: (not share.is_staged, share.start)),
             list(map(tuple, parts)),
             Traffic(tuple(sent), tuple(received), kept),
         )
-
-    def _bundles(
-        self, units: tuple[Unit, ...], boxes: tuple[Region, ...], start: int, is_staged: bool
-    ) -> Iterator[Bundle]:
-        """Yields this rank's parts of a batch in bundles; the first one begins at ``start``."""
-        numel = sum(map(regions.numel, boxes))
-        trailer_numel = self._trailer_numel(units[0])
-        step = len(units)
-        if numel:
-            # The least number of units after which the next one is aligned again.
-            aligned = self.alignment // math.gcd(numel, self.alignment)
-            step = aligned * max(1, self.span_numel // (numel * aligned))
-        for first in range(0, len(units), step):
-            members = units[first : first + step]
-            trailer = start + len(units) * numel + first * trailer_numel
-            local_parts = tuple(itertools.chain.from_iterable(map(self._local_parts, members)))
-            yield Bundle(members, boxes, local_parts, start + first * numel, trailer, is_staged)
-
-    def _spans(self, bundles: Iterable[Bundle]) -> tuple[Span, ...]:
-        """Joins bundles that lie one after the other in a buffer to spans of a limited size.
-
-        The bundles of a span are updated alike: they have one group, one dtype and, for weights,
-        one scale.
-        """
-        spans: list[list[Bundle]] = []
-        numel, last = 0, None  # of the last span
-        for bundle in sorted(bundles, key=lambda bundle: (not bundle.is_staged, bundle.start)):
-            unit = bundle.units[0]
-            entry = self.entries[unit.entry]
-            scale = entry.scale(unit.block) if self.is_scatter else None
-            key = (bundle.is_staged, entry.group, entry.dtype, scale)
-            if key != last or numel + bundle.numel > self.span_numel:
-                spans.append([])
-                numel, last = 0, key
-            spans[-1].append(bundle)
-            numel += bundle.numel
-        return tuple(map(tuple, spans))
 
     def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
         """Whether a peer's part of a unit travels: updates do, momentum in the owner's replica."""
@@ -444,15 +419,7 @@ class _Direction:
         held = self._held(unit, this_peer)
         return (unit.block.local_part(box, held) for box in self._block_boxes(unit, this_peer))
 
-    def _trailer_numel(self, unit: Unit) -> int:
-        """Elements that a unit adds to the trailer: mean squares of its update."""
-        entry, block = self.entries[unit.entry], unit.block
-        if not (self.is_scatter and entry.second_moment):
-            return 0
-        numbers = unit.count * entry.matrices.moments(block)
-        return numbers * elements_of_numbers(self.channel.wire)
-
     def numel(self, units: Sequence[Unit], boxes: tuple[Region, ...]) -> int:
-        """Elements of the parts of a batch, trailer and padding included."""
-        each = sum(map(regions.numel, boxes)) + self._trailer_numel(units[0])
-        return -(-len(units) * each // self.alignment) * self.alignment
+        """Elements of the pieces of a batch, padding included."""
+        numel = len(units) * sum(map(regions.numel, boxes))
+        return -(-numel // self.alignment) * self.alignment

@@ -27,10 +27,6 @@ BATCH_BYTES = {"cpu": 2 << 20}
 DEFAULT_BATCH_BYTES = 384 << 20
 STREAMED_BATCH_BYTES = 64 << 20
 
-# How large a span may be, in bytes of its copy in opmath.
-SPAN_BYTES = {"cpu": 256 << 10}
-DEFAULT_SPAN_BYTES = 64 << 20
-
 # So many chunks in flight hide traffic both ways: one is gathered, one orthogonalized, one
 # scattered.
 HIDING_IN_FLIGHT = 3

@@ -103,9 +103,8 @@ class Entry:
 
     @property
     def scatters_in_place(self) -> bool:
-        """Whether each rank gets back the update of just the elements that it has sent, and no
-        other numbers."""
-        return self.momentum is None and not self.spread and not self.second_moment
+        """Whether each rank gets back the update of just the elements that it has sent."""
+        return self.momentum is None and not self.spread
 
     def scale(self, block: Block) -> float:
         """Factor on the update of a matrix."""

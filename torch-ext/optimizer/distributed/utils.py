@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Optional, TypeVar, cast
 
@@ -96,6 +96,16 @@ def raw_local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def raw_locals(tensors: Iterable[Any]) -> list[Any]:
+    """`raw_local` of each tensor; anything else stays as it is."""
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where this rank's elements of tensors lie in memory."""
+    return [tensor.data_ptr() for tensor in raw_locals(tensors)]
+
+
 def lacks_memory(tensor: Tensor) -> bool:
     """Whether the storage of this rank's elements was freed, as FSDP2 frees whole parameters."""
     held = raw_local(tensor)
@@ -138,6 +148,24 @@ def grad_dtype(param: Tensor) -> torch.dtype:
         return param.dtype
     dtype = getattr(param, "grad_dtype", param.dtype)
     return torch.promote_types(param.dtype, torch.float32) if dtype is None else dtype
+
+
+def facts_of(params: Sequence[Any]) -> list[tuple]:
+    """What a plan depends on of each parameter, comparable; in one call, since every step asks."""
+    strided = torch.strided
+    return [
+        (
+            id(p),
+            p.shape,
+            p.dtype,
+            p.requires_grad,
+            getattr(p, "grad_dtype", p.dtype) if p.is_leaf else p.dtype,
+            p.device,
+            # A DTensor's specification says strides, mesh and placements.
+            p._spec if isinstance(p, DTensor) else p.stride() if p.layout is strided else p.layout,
+        )
+        for p in params
+    ]
 
 
 def check_placements(tensor: Tensor) -> None:

@@ -12,7 +12,8 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, Optional
@@ -21,16 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cpu_offload.prefetcher import Fetched
-from ..cpu_offload.rows import WeightRows
+from .. import core
 from ..distributed import utils as dtensors
+from ..distributed.chunks import Batch
 from ..distributed.collectives import gather_over_ranks, has_backend
-from ..distributed.plan import Entry, Plan, Unit
+from ..distributed.plan import Entry, Plan
 from ..parameters.default_groups import default_is_muon
 from ..parameters.names import has_component
 from ..parameters.options import Group
+from ..step.binding import Pieces
 from ..step.step import Step
-from ..weight_rounding import widen
+from ..weight_rounding import RoundedBy, widen
 from .summary import with_a_vocabulary
 
 # Bounds of what is healthy, beyond which there is a finding.
@@ -118,6 +120,7 @@ class Audit:
         self.is_on = True
         self.steps: deque[StepRecord] = deque(maxlen=keep)
         self._groups: Sequence[Group] = ()
+        self._absent: frozenset[int] = frozenset()
         self._seen = 0  # matrices that this rank has orthogonalized in the step
         self._due = -1  # the number of the one whose polar factor is kept
 
@@ -132,27 +135,39 @@ class Audit:
 
     # -- in a step -----------------------------------------------------------------------------
 
-    def begin(self, step: Step, absent: Iterable[int]) -> None:
-        """Begins the record of a step; ``absent`` are entries of its plan that take no part."""
-        self._groups = step.groups
-        names = [step.plan.entries[number].name for number in absent]
+    def begin(self, step: Step) -> None:
+        """Begins the record of a step."""
+        self._groups, self._absent = step.groups, step.absent
+        names = [step.plan.entries[number].name for number in step.absent]
         self._record = StepRecord(step.plan, names)
         # One matrix of each step, another one every time.
         self._due, self._seen = (self._due + 1) % max(1, self._seen), 0
 
-    def momentum(self, units: Sequence[Unit], fetched: Optional[Fetched], rows: Any) -> None:
-        """Norms of parts of the gradient, and of the momentum that it was added to."""
-        names = self._names(units, fetched)
-        for what, tensors in (("gradient", rows.grads), ("momentum", rows.momenta)):
+    def watching(self, function: Callable[..., None], pieces: Pieces) -> Callable[..., None]:
+        """`core.update_momentum` or `core.update_weights`, which record what they do to pieces."""
+        watched = self._momentum if function is core.update_momentum else self._weights
+        return partial(watched, self._names(pieces.entries))
+
+    def _momentum(
+        self,
+        names: list[str],
+        momenta: list[Tensor],
+        grads: list[Tensor],
+        outputs: list[Tensor],
+        **options: Any,
+    ) -> None:
+        """Updates momentum; norms of gradients, and of what the momentum has become."""
+        core.update_momentum(momenta, grads, outputs, **options)
+        for what, tensors in (("gradient", grads), ("momentum", momenta)):
             self._record.norms.append((what, names, _norms(tensors)))
-        counts = torch.stack([grad.count_nonzero() for grad in rows.grads])
+        counts = torch.stack([grad.count_nonzero() for grad in grads])
         self._record.norms.append(("nonzero", names, counts.float().sqrt()))
 
-    def orthogonalized(self, units: Sequence[Unit], U: Tensor) -> None:
-        """Norms of polar factors, (matrices, rows, cols), of units one after the other."""
-        entries = self._record.plan.entries
-        names = [entries[unit.entry].name for unit in units for _ in range(unit.count)]
-        sides = [min(unit.block.rows, unit.block.cols) for unit in units for _ in range(unit.count)]
+    def orthogonalized(self, batch: Batch, U: Tensor) -> None:
+        """Norms of the polar factors, (matrices, rows, cols), of what takes part of a batch."""
+        units = [unit for unit in batch.units if unit.entry not in self._absent]
+        names = self._names(unit.entry for unit in units for _ in range(unit.count))
+        sides = [min(U.shape[-2:])] * len(U)
         norms = torch.linalg.vector_norm(U, dim=(-2, -1), dtype=_widened(U))
         self._record.owned.append((names, sides, norms))
         place = self._due - self._seen
@@ -160,44 +175,42 @@ class Audit:
             self._record.samples.append((names[place], U[place].clone()))
         self._seen += len(U)
 
-    def weights(
+    def _weights(
         self,
-        units: Sequence[Unit],
-        fetched: Optional[Fetched],
-        rows: WeightRows,
-        update: Callable[[WeightRows], None],
-        clip: Callable[[WeightRows], None],
+        names: list[str],
+        weights: list[Tensor],
+        updates: list[Tensor],
+        *,
+        together: Tensor,
+        rounded_by: Optional[list[RoundedBy]],
+        clip: Optional[list[Optional[Tensor]]],
+        **options: Any,
     ) -> None:
-        """Updates and clips parts of the weights; norms of what becomes of them."""
-        names, before = self._names(units, fetched), _exact(rows, copy=True)
+        """Updates and clips weights; norms of what becomes of them."""
+        before = _exact(weights, rounded_by, copy=True)
         wanted: Optional[list[Tensor]] = None  # the updated weights, not rounded
-        if rows.weights[0].dtype.itemsize == 2:
-            copies = [[tensor.clone() for tensor in column] for column in (before, rows.updates)]
-            wide = replace(rows, weights=copies[0], updates=copies[1], rounded_by=None)
-            update(wide)
-            wanted = wide.weights
-        update(rows)
-        updated = _exact(rows)
-        changes = updates = _norms(torch._foreach_sub(updated, before))
-        lost = torch.zeros_like(updates)
+        if weights[0].dtype.itemsize == 2:
+            wanted, copies = ([tensor.clone() for tensor in of] for of in (before, updates))
+            core.update_weights(wanted, copies, **options)
+        core.update_weights(weights, updates, together=together, rounded_by=rounded_by, **options)
+        updated = _exact(weights, rounded_by)
+        changes = sizes = _norms(torch._foreach_sub(updated, before))
+        lost = torch.zeros_like(sizes)
         if wanted is not None:
-            updates = _norms(torch._foreach_sub(wanted, before))
+            sizes = _norms(torch._foreach_sub(wanted, before))
             lost = _norms(torch._foreach_sub(updated, wanted))
-        if rows.clip is not None:
-            clip(rows)
-            changes = _norms(torch._foreach_sub(_exact(rows), before))
-        measured = {"weight": _norms(before), "update": updates, "lost": lost, "change": changes}
+        if clip is not None:
+            core.clip_weights(weights, clip, rounded_by)
+            changes = _norms(torch._foreach_sub(_exact(weights, rounded_by), before))
+        measured = {"weight": _norms(before), "update": sizes, "lost": lost, "change": changes}
         self._record.norms += [(what, names, norms) for what, norms in measured.items()]
 
     def end(self) -> None:
         """Keeps the record of a step that has come to its end."""
         self.steps.append(self._record)
 
-    def _names(self, units: Sequence[Unit], fetched: Optional[Fetched]) -> list[str]:
-        """Names of the parameters of a window's rows, or of all units if there is no window."""
-        if fetched is not None:
-            units = [units[piece.row] for piece, _ in fetched]
-        return [self._record.plan.entries[unit.entry].name for unit in units]
+    def _names(self, entries: Iterable[int]) -> list[str]:
+        return [self._record.plan.entries[number].name for number in entries]
 
     # -- afterwards ----------------------------------------------------------------------------
 
@@ -299,11 +312,13 @@ class Audit:
         }
 
 
-def _exact(rows: WeightRows, copy: bool = False) -> list[Tensor]:
+def _exact(
+    weights: Sequence[Tensor], rounded_by: Optional[Sequence[RoundedBy]], copy: bool = False
+) -> list[Tensor]:
     """The weights in the dtype of arithmetic, with their residuals."""
-    if rows.rounded_by is not None:
-        return widen(rows.weights, rows.rounded_by)
-    return [weight.to(_widened(weight), copy=copy) for weight in rows.weights]
+    if rounded_by is not None:
+        return widen(weights, rounded_by)
+    return [weight.to(_widened(weight), copy=copy) for weight in weights]
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

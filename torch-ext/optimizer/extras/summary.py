@@ -15,9 +15,9 @@ from .. import adamw
 from ..async_utils import Do, Event
 from ..distributed import regions, zero2
 from ..distributed import utils as dtensors
+from ..distributed.chunks import MOMENT_BYTES
 from ..distributed.plan import Entry, Lane, Plan, Unit
 from ..distributed.replicas import is_divided
-from ..distributed.wire import elements_of_numbers
 from ..parameters.options import Group, Settings
 from ..parameters.output_heads import LARGE, POSITIONS
 from ..parameters.survey import Survey
@@ -185,9 +185,13 @@ def _totals(
     plan: Plan, loads: Mapping[tuple[int, ...], Counter[int]], averaging: int, state: str
 ) -> dict[str, Any]:
     """What this rank does; in ``averaging`` it sends, and receives, so many bytes."""
-    chunks = [(chunk, lane.wire.itemsize) for lane in plan.lanes for chunk in lane.chunks]
-    sent = sum(sum((*c.gather.sent, *c.scatter.sent)) * size for c, size in chunks)
-    received = sum(sum((*c.gather.received, *c.scatter.received)) * size for c, size in chunks)
+    chunks = [(chunk, lane) for lane in plan.lanes for chunk in lane.chunks]
+    sent = received = 0
+    for chunk, lane in chunks:
+        moments = (len(lane.peers) - 1) * chunk.moments * MOMENT_BYTES
+        size, gather, scatter = lane.wire.itemsize, chunk.gather, chunk.scatter
+        sent += sum((*gather.sent, *scatter.sent)) * size + moments
+        received += sum((*gather.received, *scatter.received)) * size + moments
     balances = (
         max(load.values()) * len(peers) / sum(load.values())
         for peers, load in loads.items()
@@ -224,7 +228,8 @@ def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
             if event.do is Do.GATHER:
                 row["sent_bytes"] = sum(chunk.gather.sent) * lane.wire.itemsize
             elif event.do is Do.ORTHOGONALIZE:
-                row["sent_bytes"] = sum(chunk.scatter.sent) * lane.wire.itemsize
+                moments = (len(lane.peers) - 1) * chunk.moments * MOMENT_BYTES
+                row["sent_bytes"] = sum(chunk.scatter.sent) * lane.wire.itemsize + moments
                 for batch in chunk.batches:
                     row["matrices"] += batch.matrices
                     row["flops"] += plan.flops(batch)
@@ -266,10 +271,10 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     entry, numel = plan.entries[unit.entry], regions.numel(unit.box)
     elements = numel - held(entry.momentum_region(owner))
     elements += entry.replica_count(owner) * numel - held(entry.region(owner))
+    moments = 0
     if entry.second_moment:
         moments = (len(lane.peers) - 1) * unit.count * entry.matrices.moments(unit.block)
-        elements += moments * elements_of_numbers(lane.wire)
-    return elements * lane.wire.itemsize
+    return elements * lane.wire.itemsize + moments * MOMENT_BYTES
 
 
 def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:

@@ -5,8 +5,9 @@ Their defaults are those of the arguments of `Muon`.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Rational, Real
 from typing import Any, Callable, NamedTuple, Optional, Union
@@ -209,10 +210,23 @@ class Group:
         """Whether weights of that dtype are updated in fp32, and rounded by `weight_rounding`."""
         return self.weight_rounding != "nearest" and dtype == torch.bfloat16
 
-    def validate(self) -> None:
-        """Checks every option; a ValueError says its key, what was found and what is accepted."""
+    def taking_part(self) -> list[Tensor]:
+        """The parameters that this step updates."""
+        zero = self.missing_grad == "zero"
+        return [p for p in self.params if p.requires_grad and (zero or p.grad is not None)]
+
+    def validate(self, changed: Optional[Collection[str]] = None) -> None:
+        """Checks every option; a ValueError says its key, what was found and what is accepted.
+
+        Args:
+            changed: keys of the group that have changed since it was checked; None for all.
+        """
+        only = changed if changed is not None and _ALONE.issuperset(changed) else None
         for key, option in {"use_muon": _BOOL, **GROUP_OPTIONS}.items():
-            option.check(f"{self.where}: {key}", getattr(self, key))
+            if only is None or key in only:
+                option.check(f"{self.where}: {key}", getattr(self, key))
+        if only is not None:
+            return
         if self.capturable and self.weight_rounding == "stochastic":
             raise ValueError(
                 f"{self.where}: weight_rounding='stochastic' is not capturable, as a graph would "
@@ -236,6 +250,33 @@ def _options_of(dataclass_type: Any) -> dict[str, Option]:
 
 
 GROUP_OPTIONS = _options_of(Group)
+
+# Keys that schedules change, and of which no other check depends.
+_ALONE = frozenset({"lr", "weight_decay", "momentum", "rounding_step"})
+
+_COMPARED = (bool, int, float, str, list, tuple, dict)
+
+
+def checked_keys(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What `changed_keys` compares with the group later."""
+    return {
+        key: copy.deepcopy(value) if isinstance(value, _COMPARED) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def changed_keys(group: Mapping[str, Any], checked: Mapping[str, Any]) -> list[str]:
+    """The keys of a group, but ``params``, whose values are others than when it was checked."""
+    changed = []
+    for key, value in group.items():
+        before = checked.get(key, checked)  # itself is no value of it
+        # The number in a tensor may have changed.
+        if value is not before or (isinstance(value, Tensor) and key == "lr"):
+            is_same = type(value) is type(before) and isinstance(value, _COMPARED)
+            if key != "params" and not (is_same and value == before):
+                changed.append(key)
+    return changed
 
 
 def settle_steps(group: dict[str, Any], is_explicit: bool) -> None:

@@ -6,17 +6,18 @@ A plan is made from a survey, in which tensors have become entries: pure data.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
-import torch
 from torch import Tensor
 
 from .. import triton_kernels
-from ..distributed import agreement, hsdp, regions, wire
+from ..distributed import agreement, hsdp, regions
 from ..distributed import utils as dtensors
+from ..distributed.exchange import wire_of
 from ..distributed.plan import Entry, Planner
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import recipe_for
@@ -93,27 +94,14 @@ class Survey:
 NO_SURVEY = Survey([()], [], [])  # facts that no groups have, so that the next survey is made
 
 
+_planned_of = operator.attrgetter(*_PLANNED)
+
+
 def _facts(group: Group) -> tuple:
     """All that a survey of a group depends on, comparable, cheap enough for every step; the options
     come last."""
-    return (
-        [
-            (
-                id(p),
-                p.shape,
-                p.stride() if p.layout == torch.strided else p.layout,
-                p.dtype,
-                dtensors.grad_dtype(p),
-                p.device,
-                dtensors.mesh_placements_of(p),
-                p.requires_grad,
-            )
-            for p in group.params
-        ],
-        copy.copy(group.names),
-        # Lists may be changed in place.
-        (*copy.deepcopy([getattr(group, key) for key in _PLANNED]), group.beta2 is None),
-    )
+    options = (*_planned_of(group), group.beta2 is None)
+    return dtensors.facts_of(group.params), group.names, options
 
 
 def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> Survey:
@@ -125,7 +113,8 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
     facts = [_facts(group) for group in groups]
     if facts == last.facts:
         return last
-    survey = Survey(facts, [], [])
+    facts = [(params, copy.copy(names), copy.deepcopy(own)) for params, names, own in facts]
+    survey = Survey(facts, [], [])  # with copies, since lists may be changed in place
     seen: Counter[str] = Counter()  # two models in one optimizer may use the same names
     for number, group in enumerate(groups):
         names: list[str] = []
@@ -205,7 +194,7 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
         sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
         dtype=param.dtype,
         device=device,
-        wire=settings.comm_dtype or wire.wire_of(recipe),
+        wire=settings.comm_dtype or wire_of(recipe),
         recipe=recipe,
         second_moment=group.beta2 is not None,
         momentum=None if replicas is None else replicas.state,

@@ -243,35 +243,62 @@ def check_list_operations(group: Group) -> None:
 
 def check_gradients(group: Group) -> None:
     """Checks that gradients are dense, and lie as their parameters do, which have memory."""
-    for index, param in enumerate(group.params):
-        grad = param.grad
-        if group.takes_part(param) and dtensors.lacks_memory(param):
-            what = "a gradient" if grad is not None else "missing_grad='zero'"
-            raise ValueError(
-                f"{group.name_of(index)} has {what}, but its memory was freed: groups must hold "
-                "the parameters that the model has outside of its forward, and those of idle "
-                "modules must have no gradient"
-            )
-        if grad is None:
+    zero = group.missing_grad == "zero"
+    params: list[Any] = group.params
+    grads: list[Any] = [param.grad for param in params]
+    strided = torch.strided
+    for index, (param, grad, held, held_grad) in enumerate(
+        zip(params, grads, dtensors.raw_locals(params), dtensors.raw_locals(grads))
+    ):
+        if grad is None and not zero:
             continue
-        if grad.layout != torch.strided:
-            raise ValueError(
-                f"{group.name_of(index)} has a sparse gradient ({grad.layout}); make it "
-                "dense, for example nn.Embedding(..., sparse=False)"
+        has_memory = held.untyped_storage().nbytes() > 0 or held.numel() == 0
+        if has_memory and (
+            grad is None
+            or (
+                held_grad.shape == held.shape
+                and grad.layout is strided
+                and (grad is held_grad) is (param is held)
+                and (
+                    param is held
+                    or grad._spec.mesh is param._spec.mesh
+                    and grad._spec.placements == param._spec.placements
+                )
             )
-        if dtensors.mesh_placements_of(param) != dtensors.mesh_placements_of(grad):
-            raise ValueError(
-                f"{group.name_of(index)} is {dtensors.describe(param)} but its gradient "
-                f"{dtensors.describe(grad)}; "
-                "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
-                "FSDP2 around tensor parallelism does it by itself"
-            )
-        shape, grad_shape = dtensors.raw_local(param).shape, dtensors.raw_local(grad).shape
-        if not regions.is_same_shape(shape, grad_shape):
-            raise ValueError(
-                f"{group.name_of(index)} has a gradient of which this rank holds "
-                f"{tuple(grad_shape)}, but of the parameter {tuple(shape)}"
-            )
+        ):
+            continue
+        _refuse_gradient(group, index)
+
+
+def _refuse_gradient(group: Group, index: int) -> None:
+    """Raises ValueError, with the reason, if a gradient does not fit; the quick check may err."""
+    param, name = group.params[index], group.name_of(index)
+    grad = param.grad
+    if dtensors.lacks_memory(param) and param.requires_grad:
+        what = "a gradient" if grad is not None else "missing_grad='zero'"
+        raise ValueError(
+            f"{name} has {what}, but its memory was freed: groups must hold the parameters that "
+            "the model has outside of its forward, and those of idle modules must have no gradient"
+        )
+    if grad is None:
+        return
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"{name} has a sparse gradient ({grad.layout}); make it dense, for example "
+            "nn.Embedding(..., sparse=False)"
+        )
+    if dtensors.mesh_placements_of(param) != dtensors.mesh_placements_of(grad):
+        raise ValueError(
+            f"{name} is {dtensors.describe(param)} but its gradient {dtensors.describe(grad)}; "
+            "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
+            "FSDP2 around tensor parallelism does it by itself"
+        )
+    shape, grad_shape = dtensors.raw_local(param).shape, dtensors.raw_local(grad).shape
+    if not regions.is_same_shape(shape, grad_shape):
+        raise ValueError(
+            f"{name} has a gradient of which this rank holds {tuple(grad_shape)}, but of the "
+            f"parameter {tuple(shape)}"
+        )
 
 
 def check_capturable(

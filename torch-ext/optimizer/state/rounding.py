@@ -59,6 +59,8 @@ class Rounding:
         self.residuals, self._names = {}, {}
         outdated = []
         for group in groups:
+            if group.weight_rounding == "nearest":
+                continue
             for index, param in enumerate(group.params):
                 if not group.updates_in_fp32(param.dtype):
                     continue
@@ -80,16 +82,26 @@ class Rounding:
         self._versions = {}  # an interrupt may keep `end` from being called
         self._next_steps = [group.rounding_step + 1 for group in groups]
 
-    def of(self, param: Tensor, group: Group) -> RoundedBy:
-        """What this rank's part of a parameter is rounded by in this step."""
+    def tensor(self, param: Tensor, group: Group) -> Tensor:
+        """The residual of this rank's part of a parameter, or the places of its random bits."""
         if group.weight_rounding == "exact":
             return as_int16(dtensors.local(self.residuals[param]))
-        key = random_key(group.rounding_step, self._names[param])
         sharding, shape = dtensors.sharding_of(param), tuple(param.shape)
         region = regions.whole(shape)
         if sharding is not None:
             region = sharding.region(shape, dtensors.this_rank())
-        return RandomBits(key, torch.empty(shape, device="meta")[regions.slices(region)])
+        return torch.empty(shape, device="meta")[regions.slices(region)]
+
+    def by(
+        self, params: Sequence[Tensor], tensors: Sequence[Tensor], group: Group
+    ) -> list[RoundedBy]:
+        """What pieces of parameters are rounded by in this step, of their `tensor`."""
+        if group.weight_rounding == "exact":
+            return list(tensors)
+        return [
+            RandomBits(random_key(group.rounding_step, self._names[param]), places)
+            for param, places in zip(params, tensors)
+        ]
 
     def end(self) -> None:
         """Records the version counters of the weights that a step has left."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import core, triton_kernels
-from ..distributed import wire
+from ..distributed.exchange import copy_parts
 from ..distributed.plan import Lane, Plan
 from ..newton_schulz import Recipe
 from ..newton_schulz.iteration import Eps, orthogonalize
@@ -80,7 +80,7 @@ def _launch_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
         maximize=group.maximize,
     )
     parts = sent[None, None]  # of one matrix, of one peer
-    wire.copy_parts([parts], [torch.zeros_like(parts)])
+    copy_parts([parts], [torch.zeros_like(parts)])
     core.update_weights(
         [W],
         [sent],

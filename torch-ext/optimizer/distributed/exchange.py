@@ -1,0 +1,168 @@
+"""Sends the owners their input of a chunk, and sends the updates back to the ranks of the lane.
+
+An exchange is made for one chunk in one step, and holds its buffers, all of the wire's dtype. One
+call starts a collective, and a later call waits for it. On accelerators the current stream waits,
+not the host, and all later work is on that stream. So a buffer may be used again once the scratch
+has it back. Alone on its lane, a rank exchanges nothing: what momentum writes is the batch itself,
+and updates take its place.
+
+Mean squares of updates travel in a side buffer, in fp32, so that they are the same on every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import triton_kernels
+from ..newton_schulz import Recipe
+from ..scratch import Scratch
+from .chunks import Batch, Chunk, Traffic
+from .collectives import all_gather_slots, share_slots
+from .plan import Lane
+
+# The most parts that our kernels copy one by one: if there are more, torch's copies, each of the
+# parts of many peers, take fewer launches.
+_MOST_BY_KERNEL = 128
+
+
+def wire_of(recipe: Recipe) -> torch.dtype:
+    """The dtype of the wire if the user gives none: fp64 if the arithmetic has it, else bf16."""
+    return torch.float64 if recipe.dtype == torch.float64 else torch.bfloat16
+
+
+class Exchange:
+    """Carries the input of orthogonalization to the owners of one chunk, and their updates back.
+
+    Args:
+        chunk, lane: what travels.
+        process_group: that of the lane's peers; None if this rank is alone.
+        scratch: what buffers are taken from.
+
+    Attributes:
+        inputs: the input of orthogonalization of this rank's pieces.
+        updates: the updates of this rank's pieces, once `finish_scatter` was called.
+        moments: mean squares of the updates of all peers; None without a second moment.
+    """
+
+    def __init__(self, chunk: Chunk, lane: Lane, process_group: Any, scratch: Scratch):
+        self.chunk = chunk
+        self.lane = lane
+        self._process_group = process_group
+        self._scratch = scratch
+        self._is_local = len(lane.peers) == 1
+        self.inputs = self.updates = self._take(chunk.gather.kept + sum(chunk.gather.sent))
+        self.moments: Optional[Tensor] = None
+        self._gathered: Optional[Tensor] = None  # input from other ranks
+        self._scattered: Optional[Tensor] = None  # updates for other ranks, if these differ
+        self._works: list[Any] = []
+
+    def start_gather(self) -> None:
+        """Starts to send the owners their input."""
+        if self._is_local:
+            return
+        kept = self.chunk.gather.kept
+        self._gathered = self._take(sum(self.chunk.gather.received))
+        self._start(self.inputs[kept:], self._gathered, self.chunk.gather)
+
+    def finish_gather(self) -> None:
+        """Waits for the input of what this rank owns, and takes buffers for updates."""
+        self._wait()
+        chunk, scatter = self.chunk, self.chunk.scatter
+        if not chunk.in_place:
+            self.updates = self._take(scatter.kept + sum(scatter.received))
+        if not (chunk.slots or self._is_local):
+            self._scattered = self._gathered if chunk.in_place else self._take(sum(scatter.sent))
+        if chunk.moments:
+            numbers = len(self.lane.peers) * chunk.moments
+            self.moments = self._scratch.take(numbers, torch.float32, self.lane.device)
+
+    def assemble(self, batch: Batch) -> Tensor:
+        """Puts the units of a batch together, (n, *shape of each); they may be overwritten."""
+        shape = batch.shape
+        if self._gathered is None:
+            return self.inputs[batch.gathered[0].start :][: math.prod(shape)].view(shape)
+        X = self._scratch.empty("gathered", shape, self.lane.wire, self.lane.device)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for run in batch.gathered_runs:
+            is_own = run.first.peer == self.lane.this_peer
+            buffer = self.inputs if is_own else self._gathered
+            targets += run.in_units(X)
+            sources += run.in_buffer(buffer, len(X))
+        copy_parts(sources, targets)
+        return X
+
+    def stage(self, U: Tensor, batch: Batch) -> None:
+        """Copies the updates of a batch, (n, *shape of each unit), to where they are sent from."""
+        targets, sources = [], []
+        for run in batch.scattered_runs:
+            buffer = self._scattered
+            if buffer is None or run.first.peer == self.lane.this_peer:
+                buffer = self.updates
+            sources += run.in_units(U)
+            targets += run.in_buffer(buffer, len(U))
+        if targets:
+            copy_parts(sources, targets)
+
+    def stage_moments(self, squares: Tensor, batch: Batch) -> None:
+        """Copies the mean squares of a batch's updates, of any shape, to where they are sent
+        from."""
+        assert self.moments is not None
+        self.moments[batch.moments :][: squares.numel()].copy_(squares.flatten())
+
+    def start_scatter(self) -> None:
+        """Starts to send the updates to the ranks that hold the weights."""
+        for buffer in (self.inputs, self._gathered):
+            if buffer is not None and buffer is not self.updates and buffer is not self._scattered:
+                self._scratch.give(buffer)
+        if self.chunk.slots:
+            self._works = share_slots(self.updates, self.chunk.slots, self._process_group)
+        elif self._scattered is not None:
+            received = self.updates[self.chunk.scatter.kept :]
+            self._start(self._scattered, received, self.chunk.scatter)
+        if self.moments is not None and not self._is_local:
+            self._works.append(all_gather_slots(self.moments, self._process_group))
+
+    def finish_scatter(self) -> None:
+        """Waits for the updates of this rank's pieces."""
+        self._wait()
+
+    def release(self) -> None:
+        """Gives the buffers of updates back to the scratch."""
+        for buffer in (self.updates, self._scattered, self.moments):
+            if buffer is not None:
+                self._scratch.give(buffer)
+
+    def _take(self, numel: int) -> Tensor:
+        return self._scratch.take(numel, self.lane.wire, self.lane.device)
+
+    def _start(self, sent: Tensor, received: Tensor, traffic: Traffic) -> None:
+        sizes, group = (list(traffic.received), list(traffic.sent)), self._process_group
+        work = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
+        self._works = [work]
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+
+def copy_parts(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copies parts of units, (n, peers, …) each, into targets of the same shapes."""
+    parts = sum(target.shape[1] for target in targets)
+    if parts > _MOST_BY_KERNEL or not triton_kernels.is_used_on(targets[0].device.type):
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    from ..triton_kernels import elementwise
+
+    inputs, outputs = (
+        [part for parts_of_run in runs for part in parts_of_run.unbind(1)]
+        for runs in (sources, targets)
+    )
+    elementwise.copy(inputs, outputs)

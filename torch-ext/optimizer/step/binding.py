@@ -1,0 +1,513 @@
+"""Binds a plan to parameters and state: for each chunk, once, the lists that its events work on.
+
+A bound chunk is valid as long as parameters and state keep their storages. What comes from host
+memory is bound by where it lies there; an event brings it to the device, list by list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any, Optional
+
+from torch import Tensor
+
+from .. import adamw, triton_kernels
+from ..async_utils import Averaging, Do, Event, ScheduleInputs, schedule
+from ..cpu_offload import CPUOffload, Fetch, Load
+from ..distributed import regions
+from ..distributed import utils as dtensors
+from ..distributed.chunks import Batch, Chunk, Share
+from ..distributed.plan import Entry, Lane, Plan
+from ..distributed.units import Unit
+from ..matrices import LocalPart
+from ..parameters.options import Group, Settings
+from ..state.rounding import Rounding
+
+# How much torch's operations update at once, in bytes of its copy in opmath; on CPUs, what caches
+# hold. Kernels need no copy, and take all of a chunk.
+AT_ONCE_BYTES = {"cpu": 256 << 10}
+DEFAULT_AT_ONCE_BYTES = 64 << 20
+
+State = Mapping[Tensor, Mapping[str, Tensor]]  # of an optimizer, by parameter
+
+
+@dataclass
+class Moments:
+    """V, the second moments, of some units of one batch.
+
+    Args:
+        entries: the entry of each unit.
+        tensors: V of each: a view (experts…, matrices of each expert…, numbers of each).
+        start: where the owners' mean squares begin in the chunk's side buffer.
+        first: how many units of the batch come before.
+        group: number of their group.
+        sizes: V of a unit in this shape broadcasts to the unit.
+        indices: what this rank's pieces of a unit have of that.
+    """
+
+    entries: list[int]
+    tensors: list[Tensor]
+    start: int
+    first: int
+    group: int
+    sizes: list[int]
+    indices: list[tuple[slice, ...]]
+
+    def without(self, absent: frozenset[int], first: int) -> Moments:
+        """Those of units that take part, which follow ``first`` others of the batch."""
+        present = [entry not in absent for entry in self.entries]
+        return replace(
+            self,
+            entries=list(compress(self.entries, present)),
+            tensors=list(compress(self.tensors, present)),
+            start=self.start - (self.first - first) * self.tensors[0].numel(),
+            first=first,
+        )
+
+
+@dataclass
+class Pieces:
+    """This rank's pieces of matrices that one call updates: of one group, one dtype, one scale.
+
+    The lists have an item for each piece.
+
+    Args:
+        group: number of the group.
+        scale: of the update.
+        start, stop: the interval of the chunk's buffer that has the pieces.
+        is_staged: whether the pieces have a place in the chunk's buffer.
+        entries: the entry of each.
+        tensors: views of the momentum, or of the weights.
+        parts: where each lies in the gradient of the entry, or in its weights; None for all of it.
+        places: size, strides and offset of each in the chunk's buffer.
+        rounding: residuals, or the places of random bits; None if weights are not updated in fp32.
+        moments: of their units, in order.
+        runs: pieces of one batch after the other: where the batch begins in the buffer, elements of
+            each piece, and how many pieces.
+    """
+
+    group: int
+    scale: float
+    start: int
+    stop: int
+    is_staged: bool
+    entries: list[int]
+    tensors: list[Tensor]
+    parts: list[Optional[LocalPart]]
+    places: list[tuple[Sequence[int], Sequence[int], int]]
+    rounding: Optional[list[Tensor]]
+    moments: list[Moments]
+    runs: list[tuple[int, int, int]]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of the pieces in a flat tensor that begins where they do in the chunk's buffer."""
+        shift = int(flat.storage_offset()) - self.start
+        as_strided = flat.as_strided
+        return [as_strided(size, stride, at + shift) for size, stride, at in self.places]
+
+    def without(self, absent: frozenset[int], filled: Counter[int]) -> Pieces:
+        """The pieces of entries that take part, moved up to the first places of their batch.
+
+        For lanes without traffic, in which units are whole, so that a batch has pieces of one size.
+
+        Args:
+            filled: by where a batch begins, how many places are taken; those of the pieces are
+                added.
+        """
+        present = [entry not in absent for entry in self.entries]
+        places, moments, at = [], [], 0
+        for number, (begin, numel, count) in enumerate(self.runs):
+            first, (size, stride, _) = filled[begin], self.places[at]
+            filled[begin] += sum(present[at : at + count])
+            taken = range(first, filled[begin])
+            places += [(size, stride, begin + numel * index) for index in taken]
+            if self.moments and taken:
+                moments.append(self.moments[number].without(absent, first))
+            at += count
+        return replace(
+            self,
+            start=places[0][2] if places else 0,
+            stop=places[-1][2] + math.prod(places[-1][0]) if places else 0,
+            entries=list(compress(self.entries, present)),
+            tensors=list(compress(self.tensors, present)),
+            parts=list(compress(self.parts, present)),
+            places=places,
+            rounding=self.rounding and list(compress(self.rounding, present)),
+            moments=moments,
+        )
+
+    def join(self, others: Pieces) -> None:
+        """Appends pieces that lie behind these in the buffer."""
+        self.stop = others.stop
+        for name in ("entries", "tensors", "parts", "places", "moments", "runs"):
+            getattr(self, name).extend(getattr(others, name))
+        if self.rounding is not None and others.rounding is not None:
+            self.rounding += others.rounding
+
+
+@dataclass
+class BoundChunk:
+    """What the events of a chunk work on.
+
+    Args:
+        momentum, weights: in the order of the chunk's buffers.
+        batches: those that this rank owns, each with how many of its units take part.
+        reads: entries whose gradient `momentum` reads.
+        last_reads: those of them whose gradient no later event reads.
+    """
+
+    chunk: Chunk
+    lane: Lane
+    process_group: Any
+    momentum: list[Pieces]
+    weights: list[Pieces]
+    batches: list[tuple[Batch, int]]
+    reads: list[int]
+    last_reads: list[int]
+
+    @property
+    def momentum_bytes(self) -> int:
+        return sum(tensor.nbytes for pieces in self.momentum for tensor in pieces.tensors)
+
+    def without(self, absent: frozenset[int]) -> BoundChunk:
+        """What is left without entries that take no part; in lanes with traffic they are none."""
+        if len(self.lane.peers) > 1 or absent.isdisjoint(self.reads):
+            return self
+        filled: Counter[int] = Counter()
+        momentum = [pieces.without(absent, filled) for pieces in self.momentum]
+        filled = Counter()
+        weights = [pieces.without(absent, filled) for pieces in self.weights]
+        return replace(
+            self,
+            momentum=[pieces for pieces in momentum if pieces.entries],
+            weights=[pieces for pieces in weights if pieces.entries],
+            batches=[
+                (batch, sum(unit.entry not in absent for unit in batch.units))
+                for batch, _ in self.batches
+            ],
+            reads=[entry for entry in self.reads if entry not in absent],
+            last_reads=[entry for entry in self.last_reads if entry not in absent],
+        )
+
+
+class Bound:
+    """A plan, bound to parameters and state, and the order of its events.
+
+    Args:
+        params, state: of Muon, in the order of the plan's entries.
+
+    Attributes:
+        chunks: those of the step, by number of the lane and of the chunk; without what is absent.
+        parts: AdamW's.
+        schedule: all events of the step, in order.
+        loads: what an event brings from host memory.
+        last_exchange: the event that waits for the last updates from other ranks, None without
+            traffic.
+        unread: entries that take part, and whose gradient no event reads.
+        sharded: the parameters that are DTensors, by number of their entry.
+        on_host: entries whose weights are in host memory, but are updated on a device.
+    """
+
+    parts: adamw.Parts
+    schedule: tuple[Event, ...]
+    loads: dict[Event, Load]
+    unread: list[int]
+    last_exchange: Optional[Event]
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        groups: Sequence[Group],
+        state: State,
+        settings: Settings,
+        offload: CPUOffload,
+        rounding: Rounding,
+    ):
+        self.plan = plan
+        self.params = params
+        self._groups = groups
+        self._state = state
+        self._settings = settings
+        self._rounding = rounding
+        self._offload = offload
+        # Of a weight without memory, which takes no part, there are views all the same.
+        self.weights = [
+            dtensors.local(param).to("meta")
+            if dtensors.lacks_memory(param)
+            else dtensors.local(param)
+            for param in params
+        ]
+        self.momenta = [dtensors.local(state[param]["momentum_buffer"]) for param in params]
+        self.sharded = {n: param for n, param in enumerate(params) if dtensors.is_dtensor(param)}
+        self.on_host = {n for n, param in enumerate(params) if offload.is_on_host(param)}
+        self._tensors = _tensors_of(params, state)
+        self._addresses = dtensors.addresses(self._tensors)
+        self._whole: dict[tuple[int, int], BoundChunk] = {}
+        for number, lane in enumerate(plan.all_lanes):
+            for at in range(len(lane.chunks)):
+                self._whole[number, at] = self._chunk(lane, at)
+        self._chosen: object = None
+        self._inputs: Optional[ScheduleInputs] = None
+
+    def fits(self) -> bool:
+        """Whether all storages are still those that were bound."""
+        return dtensors.addresses(self._tensors) == self._addresses
+
+    def choose(self, absent: frozenset[int], adamw_params: Sequence[Sequence[Tensor]]) -> None:
+        """Leaves out the entries that take no part in a step; binds AdamW's parameters of each
+        group that do."""
+        chosen = absent, [list(map(id, params)) for params in adamw_params]
+        if chosen == self._chosen and self.parts.fit():
+            return
+        self._chosen, self._inputs, self._absent = chosen, None, absent
+        self.chunks = self._whole
+        if absent:
+            self.chunks = {key: chunk.without(absent) for key, chunk in self._whole.items()}
+        self.parts = adamw.Parts(
+            self._groups,
+            adamw_params,
+            self._state,
+            self._settings.divided,
+            self._offload,
+            self._rounding,
+        )
+
+    def order(self, averaging: Optional[Averaging], grads: Sequence[Optional[Tensor]]) -> None:
+        """Makes the schedule, and what its events bring from host memory, if they have changed."""
+        streams = bool(self.on_host) or self._offload.has_state
+        inputs = ScheduleInputs(
+            [(part.group, part.nbytes if part.load else 0) for part in self.parts.parts],
+            {key: chunk.momentum_bytes for key, chunk in self.chunks.items()} if streams else None,
+            averaging,
+        )
+        if inputs != self._inputs:
+            self._inputs, self.schedule = inputs, schedule(self.plan, inputs)
+            self._find_last_reads()
+            lanes = range(len(self.plan.lanes))
+            updates = [e for e in self.schedule if e.do is Do.UPDATE and e.lane in lanes]
+            self.last_exchange = updates[-1] if updates else None
+        elif not self.on_host:  # else gradients may be other tensors than in the last step
+            return
+        self.loads = {}
+        for event in self.schedule if streams else ():
+            load: Optional[Load] = None
+            if event.do is Do.GATHER:
+                load = self._momentum_load(self.chunks[event.chunk], grads)
+            elif event.do is Do.UPDATE:
+                load = self._weights_load(self.chunks[event.chunk])
+            elif event.do is Do.ADAMW:
+                load = self.parts.parts[event.number].load
+            if load is not None and load.device is not None:
+                self.loads[event] = load
+
+    def _find_last_reads(self) -> None:
+        """Notes which chunk is the last to read each gradient."""
+        last: dict[int, Optional[BoundChunk]] = dict.fromkeys(range(len(self.params)))
+        for event in self.schedule:
+            if event.do is Do.GATHER:
+                chunk = self.chunks[event.chunk]
+                chunk.last_reads = []
+                last.update(dict.fromkeys(chunk.reads, chunk))
+        self.unread = []
+        for entry, reader in last.items():
+            if entry not in self._absent:
+                (self.unread if reader is None else reader.last_reads).append(entry)
+
+    def _chunk(self, lane: Lane, number: int) -> BoundChunk:
+        chunk = lane.chunks[number]
+        param = self.params[lane.owners[0][0].entry]
+        group = None
+        if len(lane.peers) > 1:
+            group = dtensors.process_group(param, lane.peers, self._settings.process_group)
+        return BoundChunk(
+            chunk,
+            lane,
+            group,
+            self._pieces(chunk.momentum, lane, is_scatter=False),
+            self._pieces(chunk.weights, lane, is_scatter=True),
+            [(batch, len(batch.units)) for batch in chunk.batches],
+            list(dict.fromkeys(unit.entry for unit, _ in lane.units[number])),
+            [],
+        )
+
+    def _pieces(self, shares: Sequence[Share], lane: Lane, is_scatter: bool) -> list[Pieces]:
+        """The pieces of shares, in lists that one call updates.
+
+        Kernels take any pieces that are updated alike; torch's operations take those that lie one
+        after the other, in a limited size.
+        """
+        takes_any = triton_kernels.is_used_on(lane.device.type)
+        nbytes = AT_ONCE_BYTES.get(lane.device.type, DEFAULT_AT_ONCE_BYTES)
+        limit = nbytes // lane.opmath.itemsize
+        found: list[Pieces] = []
+        latest: dict[tuple, Pieces] = {}
+        for share in shares:
+            count, numel = len(share.units), share.numel
+            step = count if takes_any or not numel else max(1, limit // numel)
+            for first in range(0, count, step) if numel or is_scatter else ():
+                pieces = self._bind(share, slice(first, min(first + step, count)), is_scatter)
+                dtype = self.plan.entries[share.units[0].entry].dtype
+                key = share.is_staged, pieces.group, dtype, pieces.scale
+                so_far = latest.get(key)
+                is_next = so_far is not None and so_far is found[-1]
+                if so_far is not None and (
+                    takes_any or (is_next and pieces.stop - so_far.start <= limit)
+                ):
+                    so_far.join(pieces)
+                else:
+                    latest[key] = pieces
+                    found.append(pieces)
+        return found
+
+    def _bind(self, share: Share, of: slice, is_scatter: bool) -> Pieces:
+        """The pieces of some of a share's units."""
+        units, per_unit, numel = share.units[of], len(share.boxes), share.numel
+        entry = self.plan.entries[units[0].entry]
+        parts = share.local_parts[of.start * per_unit : of.stop * per_unit]
+        entries = [unit.entry for unit in units for _ in share.boxes]
+        local = self.weights if is_scatter else self.momenta
+        start = share.start + of.start * numel
+        group = self._groups[entry.group]
+        rounding: Optional[list[Tensor]] = None
+        if is_scatter and group.updates_in_fp32(entry.dtype):
+            rounding = [
+                part.of(self._rounding.tensor(self.params[number], group))
+                for number, part in zip(entries, parts)
+            ]
+        return Pieces(
+            entry.group,
+            entry.scale(units[0].block) if is_scatter else 1.0,
+            start,
+            start + len(units) * numel,
+            share.is_staged,
+            entries,
+            [part.of(local[number]) for number, part in zip(entries, parts)],
+            [self._whole_or_part(entry, part, is_scatter) for part in parts],
+            list(_places(share.boxes, start, len(units))),
+            rounding,
+            [self._moments(share, of)] if is_scatter and entry.second_moment else [],
+            [(share.start, numel, len(entries))],
+        )
+
+    def _whole_or_part(
+        self, entry: Entry, part: LocalPart, is_scatter: bool
+    ) -> Optional[LocalPart]:
+        """Where a piece lies in the gradient of its entry, or in its weights; None for all."""
+        local = entry.region(self.plan.rank)
+        if not is_scatter and entry.momentum is not None:
+            rows = entry.momentum_region(self.plan.rank)
+            if self._settings.divided is not None:  # this rank gets its rows of the mean
+                local = rows
+            else:  # replicas divide the momentum, not the gradient
+                starts = (at + first for at, (first, _) in zip(part.starts, rows))
+                part = part._replace(starts=tuple(starts))
+        is_whole = not any(part.starts) and all(
+            axis == (dim, size, 1)
+            for dim, (axis, size) in enumerate(zip(part.axes, regions.shape_of(local)))
+        )
+        return None if is_whole and len(part.axes) == len(local) else part
+
+    def _moments(self, share: Share, of: slice) -> Moments:
+        units = share.units[of]
+        unit, entry = units[0], self.plan.entries[units[0].entry]
+        block, by_row = unit.block, entry.matrices.has_moment_of_rows(unit.block)
+        axes = range(len(unit.shape))
+        side = slice(block.row_axis, block.col_axis) if by_row else slice(block.col_axis, None)
+        varies_along = {*axes[: block.row_axis], *axes[side]}
+        return Moments(
+            [unit.entry for unit in units],
+            [self._second_moment(unit) for unit in units],
+            share.moments + of.start * unit.count * entry.matrices.moments(block),
+            of.start,
+            entry.group,
+            [size if axis in varies_along else 1 for axis, size in enumerate(unit.shape)],
+            [
+                tuple(slice(*box[axis]) if axis in varies_along else slice(None) for axis in axes)
+                for box in share.boxes
+            ],
+        )
+
+    def _second_moment(self, unit: Unit) -> Tensor:
+        """V of a unit's matrices: a view (experts…, matrices of each expert…, numbers of each)."""
+        entry, block = self.plan.entries[unit.entry], unit.block
+        row_dim, counting = entry.matrices.row_dim, slice(entry.matrices.row_dim, block.row_axis)
+        held = entry.region(self.plan.rank)[:row_dim]
+        experts = regions.slices(regions.relative(unit.box[:row_dim], held))
+        V = dtensors.local(self._state[self.params[unit.entry]]["second_momentum_buffer"])
+        V = V[(*experts, slice(*entry.matrices.moments_interval(block)))]
+        V = V.unflatten(-1, (*block.shape[counting], -1))
+        return V[(..., *regions.slices(unit.box[counting]), slice(None))]
+
+    # -- what comes from host memory -----------------------------------------------------------
+
+    def _momentum_load(self, chunk: BoundChunk, grads: Sequence[Optional[Tensor]]) -> Load:
+        """What the momentum event of a chunk brings: momentum, gradients, list by list."""
+        columns = []
+        for pieces in chunk.momentum:
+            columns.append(self._fetches(pieces.entries, "momentum_buffer", pieces.tensors))
+            columns.append(
+                [
+                    self._fetch_on_host(number, grads[number], part, False)
+                    for number, part in zip(pieces.entries, pieces.parts)
+                ]
+            )
+        return Load(columns)
+
+    def _weights_load(self, chunk: BoundChunk) -> Load:
+        """What the weights event of a chunk brings: second moments, residuals, weights."""
+        columns = []
+        for pieces in chunk.weights:
+            for of in pieces.moments:
+                columns.append(self._fetches(of.entries, "second_momentum_buffer", of.tensors))
+            if pieces.rounding is not None:
+                columns.append(self._fetches(pieces.entries, "weight_residual", pieces.rounding))
+            columns.append(
+                [
+                    self._fetch_on_host(number, self.weights[number], part, True)
+                    for number, part in zip(pieces.entries, pieces.parts)
+                ]
+            )
+        return Load(columns)
+
+    def _fetches(
+        self, entries: Iterable[int], key: str, tensors: Iterable[Tensor]
+    ) -> list[Optional[Fetch]]:
+        return [
+            self._offload.fetch(self._state[self.params[number]].get(key), tensor)
+            for number, tensor in zip(entries, tensors)
+        ]
+
+    def _fetch_on_host(
+        self, number: int, whole: Optional[Tensor], part: Optional[LocalPart], written: bool
+    ) -> Optional[Fetch]:
+        if number not in self.on_host or whole is None:
+            return None
+        tensor = whole if part is None else part.of(whole)
+        return Fetch(tensor, self.plan.entries[number].device, written)
+
+
+def _places(
+    boxes: Sequence[regions.Region], start: int, count: int
+) -> Iterator[tuple[Sequence[int], Sequence[int], int]]:
+    """Yields size, strides and offset of the boxes of units that lie one after the other."""
+    shapes = list(map(regions.shape_of, boxes))
+    strides = list(map(dtensors.contiguous_stride, shapes))
+    for _ in range(count):
+        for box, shape, stride in zip(boxes, shapes, strides):
+            yield shape, stride, start
+            start += regions.numel(box)
+
+
+def _tensors_of(params: Iterable[Tensor], state: State) -> list[Tensor]:
+    """Parameters and their state."""
+    return [
+        tensor
+        for param in params
+        for tensor in (param, *state[param].values())
+        if isinstance(tensor, Tensor)
+    ]
