@@ -243,7 +243,7 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> No
 
 SIMULATED = (
     *("offload", "step ms", "× off", "exposed ms", "ratio", "GB each way", "one way ms"),
-    *("windows", "copies issued", "peak MiB", "at rest MiB"),
+    *("loads", "copies issued", "peak MiB", "at rest MiB"),
 )
 
 
@@ -266,7 +266,7 @@ def tell_simulation(model: str, options: argparse.Namespace, simulated: Machine)
                 f"{step.seconds / max(off.seconds, step.carrying):.3f}" if is_on else "–",
                 f"{step.nbytes / 1e9:.2f}",
                 f"{step.carrying * 1e3:.1f}" if is_on else "–",
-                *(f"{step.windows}", f"{step.copies}"),
+                *(f"{step.loads}", f"{step.copies}"),
                 *(f"{step.peak / 2**20:.0f}", f"{step.resting / 2**20:.0f}"),
             ]
         )

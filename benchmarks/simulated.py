@@ -1,6 +1,6 @@
 """A step with CPU offload on a machine that isn't there: real events, in their order, on clocks.
 
-The step is the package's own: its plan, its windows, its copies and events, on tensors of their
+The step is the package's own: its plan, its loads, its copies and events, on tensors of their
 full size, whose memory nothing touches. Time passes on three clocks, for the arithmetic and for the
 copies of each direction, which wait for each other where the events say so. Nothing is computed:
 
@@ -110,7 +110,7 @@ class Simulated(Backend):  # type: ignore[misc, valid-type]
     """Queues whose copies take time on clocks, and copy nothing.
 
     Attributes:
-        windows: how often something was brought.
+        loads: how often something was brought.
         copies, nbytes: by queue.
     """
 
@@ -120,7 +120,7 @@ class Simulated(Backend):  # type: ignore[misc, valid-type]
         self.restart()
 
     def restart(self) -> None:
-        self.windows = 0
+        self.loads = 0
         self.copies, self.nbytes = {IN: 0, OUT: 0}, {IN: 0, OUT: 0}
 
     def record(self, on: str) -> float:
@@ -131,7 +131,7 @@ class Simulated(Backend):  # type: ignore[misc, valid-type]
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         machine = self.clocks.machine
-        self.windows += on == IN
+        self.loads += on == IN
         self.copies[on] += len(targets)
         for target in targets:
             self.nbytes[on] += target.numel()
@@ -226,10 +226,10 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
 
     What kernels of this package or products do there is charged, not done.
     """
-    core, limits = map(_module, ("core", "distributed.limits"))
+    core, limits, binding = map(_module, ("core", "distributed.limits", "step.binding"))
     iteration, products = map(_module, ("newton_schulz.iteration", "newton_schulz.products"))
     by_cpus = (
-        *(limits.SPAN_BYTES, limits.BATCH_BYTES, limits.CHUNK_BYTES),
+        *(binding.AT_ONCE_BYTES, limits.BATCH_BYTES, limits.CHUNK_BYTES),
         iteration.NORMALIZE_BYTES,
     )
     with ExitStack() as stack:
@@ -312,7 +312,7 @@ class Step:
         stalls: when the arithmetic waited for copies, and for how long, in seconds.
         nbytes: carried, each way.
         carrying: seconds of copies, in the direction that has more of them.
-        windows: brought one after the other.
+        loads: brought one after the other.
         copies: in both directions.
         peak: bytes allocated on the device within the step, at most.
         resting: bytes of state on the device between steps.
@@ -322,7 +322,7 @@ class Step:
     stalls: tuple[tuple[float, float], ...]
     nbytes: int
     carrying: float
-    windows: int
+    loads: int
     copies: int
     peak: int
     resting: int
@@ -362,7 +362,7 @@ def simulate(
         stalls=tuple(clocks.stalls),
         nbytes=max(backend.nbytes.values()),
         carrying=max(clocks.busy[IN], clocks.busy[OUT]),
-        windows=backend.windows,
+        loads=backend.loads,
         copies=sum(backend.copies.values()),
         peak=arithmetic.peak - before,
         resting=_nbytes([t for t in state if id(t) not in optimizer._offload._offloaded]),

@@ -554,7 +554,7 @@ def test_loads_come_and_leave_in_the_order_of_their_use_ahead_of_it(training):
     log.events.clear()
     pair.step()
     come, leave = ([hosts for on, hosts in log.events if on == queue] for queue in (IN, OUT))
-    assert [hosts for hosts in come if hosts] == leave and len(leave) >= 8
+    assert [hosts for hosts in come if hosts] == leave and len(leave) >= 6
     used = ahead = 0
     for on, _ in log.events:
         ahead += (on == IN) - (on == COMPUTE)

@@ -377,10 +377,10 @@ def check_counts(found: list[dict], rows: list[dict]) -> None:
     assert sum(row["flops"] for row in rows) == sum(own["flops"] for own in found)
 
 
-def check_chunks(found: list[dict]) -> None:
+def check_chunks(found: list[dict], collectives: int = 2) -> None:
     for own in found:
         chunks = own["totals"]["chunks"]
-        assert own["messages"] == 2 * chunks
+        assert own["messages"] == collectives * chunks
         assert 1 <= own["totals"]["in_flight"] <= chunks
 
 
@@ -393,7 +393,7 @@ def test_bytes_and_flops_are_those_of_a_step_under_fsdp2(options):
         experts += [row for row in own["rows"] if "experts" in row["name"]]
     assert all(rows == dense[0] for rows in dense)
     check_counts(found, [*dense[0], *experts])
-    check_chunks(found)
+    check_chunks(found, 3 if "beta2" in options else 2)  # mean squares travel by themselves
     assert found[0]["sent"] > 0
     assert [row["owners"] for row in experts] == [[0], [1], [2], []]  # two each of six
     assert all(row["bytes"] == 0 for row in experts)

@@ -81,7 +81,7 @@ def update_momentum(
             wanted=wanted,
         )
         return
-    if all(b.dtype.itemsize >= out.dtype.itemsize for b, out in zip(buffers, outputs)):
+    if min([buffer.itemsize for buffer in buffers]) >= outputs[0].itemsize:
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads, alpha=weight)
     else:  # round once: in 16 bits, alpha= rounds an element by its place in the tensor

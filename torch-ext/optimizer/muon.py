@@ -516,7 +516,7 @@ class Muon(torch.optim.Optimizer):
         groups = self._read_groups()
         self._check_reference(groups)
         survey = self._take_survey(groups)
-        validation.check_not_replaced(groups)
+        validation.check_not_replaced(groups, survey.holders)
         self._store.recheck_replaced(self.state)
         if not self._store.is_checked:
             self._bound = None

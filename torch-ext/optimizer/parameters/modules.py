@@ -166,6 +166,8 @@ def expert_key(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[str
     return None
 
 
+Holder = tuple[weakref.ref[nn.Module], str]  # a module, and what it calls a parameter
+
 # Of each parameter, weakly, the module that held it when groups were made, and under which name.
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -184,15 +186,19 @@ def remember_owners(model: nn.Module) -> None:
                 _owners[param] = (weakref.ref(module), attribute)
 
 
-def replacement_of(param: Tensor) -> Optional[Tensor]:
-    """The parameter that the module of ``param`` is known to hold in its place by now, or None.
+def holder_of(param: Tensor) -> Optional[Holder]:
+    """The module that held a parameter when groups were made, and under which name."""
+    return _owners.get(param)
+
+
+def replacement_of(param: Tensor, holder: Holder) -> Optional[Tensor]:
+    """The parameter that its holder has in the place of ``param`` by now, or None.
 
     FSDP2 puts unsharded parameters into modules for a while: these do not count, as the sharded
     ones come back.
     """
-    module_ref, attribute = _owners.get(param, (lambda: None, ""))
-    module = module_ref()
-    current = None if module is None else module._parameters.get(attribute)
+    module = holder[0]()
+    current = None if module is None else module._parameters.get(holder[1])
     if current is None or current is param:
         return None
     old, new = map(dtensors.mesh_placements_of, (param, current))

@@ -22,6 +22,7 @@ from ..distributed.plan import Entry, Planner
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import recipe_for
 from . import validation
+from .modules import Holder, holder_of
 from .names import has_component, matches
 from .options import STRUCTURE, Group, Settings, is_exact
 
@@ -57,6 +58,7 @@ class Survey:
         facts: of each group, what the survey was made from.
         names: of each group, what messages call its parameters.
         entries: of each group, its parameters as a plan sees them; None for AdamW's.
+        holders: of each group, `holder_of` its parameters.
         shared: by the ranks of every mesh that a parameter is on, and of the process group.
         planners: of the trainable entries, by whether state is streamed.
     """
@@ -64,6 +66,7 @@ class Survey:
     facts: list[tuple]
     names: list[list[str]]
     entries: list[list[Optional[Entry]]]
+    holders: list[list[Optional[Holder]]] = field(default_factory=list)
     shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
     planners: dict[bool, Planner] = field(default_factory=dict)
 
@@ -134,6 +137,7 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
                 shared.lines.append(_line(name, param, group, entry, settings))
                 shared.groups.setdefault(number, (name, facts[number][-1]))
         survey.names.append(names)
+        survey.holders.append(list(map(holder_of, group.params)))
         survey.entries.append(entries)
     entries_left = iter(hsdp.share_work(survey.all_entries, dtensors.this_rank(), settings.hsdp))
     survey.entries = [

@@ -23,7 +23,7 @@ from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options
 from .aliases import suggestion
-from .modules import replacement_of
+from .modules import Holder, replacement_of
 from .names import counted, did_you_mean, matches
 from .options import Group, Settings
 
@@ -261,8 +261,10 @@ def check_gradients(group: Group) -> None:
                 and (grad is held_grad) is (param is held)
                 and (
                     param is held
-                    or grad._spec.mesh is param._spec.mesh
-                    and grad._spec.placements == param._spec.placements
+                    or (
+                        grad._spec.mesh is param._spec.mesh
+                        and grad._spec.placements == param._spec.placements
+                    )
                 )
             )
         ):
@@ -380,17 +382,26 @@ def warn_about_overshoot(group: Group) -> None:
         )
 
 
-def check_not_replaced(groups: Sequence[Group]) -> None:
+def check_not_replaced(
+    groups: Sequence[Group], holders: Sequence[Sequence[Optional[Holder]]]
+) -> None:
     """Checks of parameters without a gradient that the model holds no others in their places.
 
     Others that the groups have, too, are trained: tied weights, or a larger embedding that
     `add_param_group` was given.
+
+    Args:
+        groups: all groups.
+        holders: `holder_of` each of their parameters.
     """
-    for group in groups:
-        for index, param in enumerate(group.params):
-            if param.grad is not None or not param.requires_grad:
+    for group, of_group in zip(groups, holders):
+        for index, (param, holder) in enumerate(zip(group.params, of_group)):
+            if holder is None or param.grad is not None or not param.requires_grad:
                 continue
-            other = replacement_of(param)
+            module = holder[0]()
+            if module is None or module._parameters.get(holder[1]) is param:
+                continue
+            other = replacement_of(param, holder)
             if other is not None and not any(p is other for g in groups for p in g.params):
                 name = group.name_of(index)
                 raise ValueError(

@@ -21,7 +21,7 @@ from ..cpu_offload import CPUOffload, Fetch, Load
 from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.chunks import Batch, Chunk, Share
-from ..distributed.plan import Entry, Lane, Plan
+from ..distributed.plan import Lane, Plan
 from ..distributed.units import Unit
 from ..matrices import LocalPart
 from ..parameters.options import Group, Settings
@@ -186,7 +186,7 @@ class BoundChunk:
             momentum=[pieces for pieces in momentum if pieces.entries],
             weights=[pieces for pieces in weights if pieces.entries],
             batches=[
-                (batch, sum(unit.entry not in absent for unit in batch.units))
+                (batch, sum([unit.entry not in absent for unit in batch.units]))
                 for batch, _ in self.batches
             ],
             reads=[entry for entry in self.reads if entry not in absent],
@@ -387,17 +387,16 @@ class Bound:
             share.is_staged,
             entries,
             [part.of(local[number]) for number, part in zip(entries, parts)],
-            [self._whole_or_part(entry, part, is_scatter) for part in parts],
+            [self._whole_or_part(*piece, is_scatter) for piece in zip(entries, parts)],
             list(_places(share.boxes, start, len(units))),
             rounding,
             [self._moments(share, of)] if is_scatter and entry.second_moment else [],
             [(share.start, numel, len(entries))],
         )
 
-    def _whole_or_part(
-        self, entry: Entry, part: LocalPart, is_scatter: bool
-    ) -> Optional[LocalPart]:
+    def _whole_or_part(self, number: int, part: LocalPart, is_scatter: bool) -> Optional[LocalPart]:
         """Where a piece lies in the gradient of its entry, or in its weights; None for all."""
+        entry = self.plan.entries[number]
         local = entry.region(self.plan.rank)
         if not is_scatter and entry.momentum is not None:
             rows = entry.momentum_region(self.plan.rank)
