@@ -970,7 +970,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             slot_bytes: device memory that the state takes, within the step only; None is 5 % of
-                the device's state or 512 MiB, whichever is more.
+                the device's state or 512 MiB, whichever is more. If one chunk of matrices has more
+                state, it takes as much as that chunk.
             backend: makes the copies in place of the devices' streams: with a `SimulatedHost` you
                 can try offload on a CPU.
 
