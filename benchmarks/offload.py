@@ -16,7 +16,7 @@ momentum is fp32 and AdamW's moments have the weights' dtype. On an accelerator 
   and one way.
 - peak: device memory above what was there before the step; at rest: state there between steps.
 
-Where there is no accelerator, or with --simulate, the step is simulated: see simulated.py. Windows
+Where there is no accelerator, or with --simulate, the step is simulated: see simulated.py. Loads
 are what was brought one after the other, copies issued those of both directions. --host-cost times
 the host's part of a step of 1000 small matrices instead, where kernels and copies take no time.
 """

@@ -226,12 +226,9 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
 
     What kernels of this package or products do there is charged, not done.
     """
-    core, limits, binding = map(_module, ("core", "distributed.limits", "step.binding"))
+    core, limits = map(_module, ("core", "distributed.limits"))
     iteration, products = map(_module, ("newton_schulz.iteration", "newton_schulz.products"))
-    by_cpus = (
-        *(binding.AT_ONCE_BYTES, limits.BATCH_BYTES, limits.CHUNK_BYTES),
-        iteration.NORMALIZE_BYTES,
-    )
+    by_cpus = limits.BATCH_BYTES, limits.CHUNK_BYTES, iteration.NORMALIZE_BYTES
     with ExitStack() as stack:
         for name, charge in _ELEMENTWISE.items():
             stack.enter_context(patch.object(core, name, charge(clocks)))
@@ -246,8 +243,7 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
 
 def _momentum(clocks: Clocks) -> Callable[..., None]:
     def update_momentum(buffers: Any, grads: Any, outputs: Any, **options: Any) -> None:
-        wanted = outputs if options["wanted"] else []
-        clocks.compute([*buffers, *buffers, *grads, *wanted])
+        clocks.compute([*buffers, *buffers, *grads, *(outputs or ())])
 
     return update_momentum
 

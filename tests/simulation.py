@@ -6,7 +6,6 @@ expected, with nothing written twice and nothing left unwritten. No process grou
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence

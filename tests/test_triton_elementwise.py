@@ -463,7 +463,7 @@ VALUES: dict[str, dict[str, list]] = {
         "nesterov": [False, True],
         "style": ["classical", "ema"],
         "maximize": [False, True],
-        "wanted": [True, False],
+        "opmath": [torch.float32],
     },
     "update_weights": {
         "rate": [0.05, torch.tensor(0.05, device=DEVICE)],
@@ -476,7 +476,13 @@ VALUES: dict[str, dict[str, list]] = {
     },
 }
 # What kernels take for options that `core` translates; None for what `core` does itself.
-TRANSLATED = {"style": "weight", "maximize": "weight", "together": None, "clip": None}
+TRANSLATED = {
+    "style": "weight",
+    "maximize": "weight",
+    "together": None,
+    "clip": None,
+    "opmath": "wanted",
+}
 
 
 def options_of(function: Callable) -> set[str]:
@@ -500,11 +506,17 @@ def changed_by_core(name: str, dtype: torch.dtype, options: dict, kernels: bool)
     read[..., :2] = torch.tensor([0.0, -0.0])
     changed, outputs = changed.to(dtype), torch.full_like(read, GUARD)
     options = {key: v(read) if callable(v) else v for key, v in options.items()}
-    stacks = (changed, read.to(dtype), outputs) if name == "update_momentum" else (changed, read)
+    is_momentum = name == "update_momentum"
+    stacks = (changed, read.to(dtype), outputs) if is_momentum else (changed, read)
+    lists: list = [list(stack.unbind()) for stack in stacks]
+    results = []
     with steps_by(kernels):
-        getattr(optimizer.core, name)(*(list(stack.unbind()) for stack in stacks), **options)
-    of_outputs = [outputs] if options.get("wanted") else []
-    return [changed, *of_outputs]
+        for unread in (False, True) if is_momentum else (False,):
+            if unread:
+                lists[2] = None
+            getattr(optimizer.core, name)(*lists, **options)
+            results += [changed.clone(), *([] if unread or not is_momentum else [outputs.clone()])]
+    return results
 
 
 @slow_if_interpreted

@@ -48,13 +48,13 @@ def update_dtype(wire: torch.dtype, opmath: torch.dtype, device: torch.device) -
 def update_momentum(
     buffers: list[Tensor],
     grads: list[Tensor],
-    outputs: list[Tensor],
+    outputs: Optional[list[Tensor]],
     *,
     momentum: float,
     nesterov: bool,
     style: str,
     maximize: bool,
-    wanted: bool = True,
+    opmath: torch.dtype,
 ) -> None:
     """B ← μB + wG; writes the input of orthogonalization, wG + μB with Nesterov, else B.
 
@@ -62,34 +62,36 @@ def update_momentum(
 
     Args:
         buffers, grads: momentum B and gradients G, local tensors of equal shapes.
-        outputs: for the input of orthogonalization, of the same shapes, of `update_dtype` or
-            wider; overwritten.
-        wanted: whether the caller reads the outputs. If not, torch's functions may use them as
-            scratch, and kernels do not write them.
+        outputs: for the input of orthogonalization, of the same shapes, of `update_dtype`;
+            overwritten. None if nobody reads it.
+        opmath: dtype of the arithmetic.
     """
     weight = gradient_weight(momentum, style, maximize)
+    if not buffers:
+        return
     if triton_kernels.is_used_on(buffers[0].device.type):
         from .triton_kernels import elementwise
 
         elementwise.update_momentum(
             buffers,
             grads,
-            outputs,
+            buffers if outputs is None else outputs,
             momentum=momentum,
             weight=weight,
             nesterov=nesterov,
-            wanted=wanted,
+            wanted=outputs is not None,
         )
         return
-    if min([buffer.itemsize for buffer in buffers]) >= outputs[0].itemsize:
+    if min([buffer.itemsize for buffer in buffers]) >= opmath.itemsize:
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads, alpha=weight)
     else:  # round once: in 16 bits, alpha= rounds an element by its place in the tensor
-        torch._foreach_copy_(outputs, buffers)
-        torch._foreach_mul_(outputs, momentum)
-        torch._foreach_add_(outputs, grads, alpha=weight)
-        torch._foreach_copy_(buffers, outputs)
-    if not wanted:
+        wide = outputs or [torch.empty_like(buffer, dtype=opmath) for buffer in buffers]
+        torch._foreach_copy_(wide, buffers)
+        torch._foreach_mul_(wide, momentum)
+        torch._foreach_add_(wide, grads, alpha=weight)
+        torch._foreach_copy_(buffers, wide)
+    if outputs is None:
         return
     if nesterov:
         torch._foreach_copy_(outputs, grads)
@@ -186,6 +188,8 @@ def update_weights(
             rounds to the nearest.
         clip: as in `clip_weights`.
     """
+    if not weights:
+        return
     if triton_kernels.is_used_on(weights[0].device.type):
         from .triton_kernels import elementwise
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from . import core, triton_kernels
+from . import core
 from .async_utils import Do, Event
 from .distributed.exchange import Exchange
 from .newton_schulz.iteration import Eps, orthogonalize
-from .step.binding import Moments, Pieces
+from .step.binding import Pieces
 from .step.step import Bring, Step
 
 
@@ -57,10 +57,24 @@ def update_momentum(event: Event, step: Step) -> None:
     exchange = Exchange(chunk.chunk, chunk.lane, chunk.process_group, step.scratch)
     step.exchanges[event.chunk] = exchange
     step.read_gradients(chunk.reads)
+    D = step.in_update_dtype(exchange.inputs, chunk.lane)
+    step.has_written = True
     with record_function("Muon.momentum"), step.on_device(event) as bring:
         for pieces in chunk.momentum:
+            options = step.groups[pieces.group]
             momenta, grads = bring(pieces.tensors), bring(step.gradients(pieces))
-            _update_momentum(momenta, grads, pieces, exchange, step)
+            step.watched(core.update_momentum, pieces)(
+                momenta,
+                grads,
+                pieces.views(D) if pieces.is_staged else None,  # another replica sends it
+                momentum=options.momentum,
+                nesterov=options.nesterov,
+                style=options.momentum_style,
+                maximize=options.maximize,
+                opmath=chunk.lane.opmath,
+            )
+        if D is not exchange.inputs:
+            exchange.inputs.copy_(D)
     step.release_gradients(chunk.last_reads)
     exchange.start_gather()
 
@@ -93,9 +107,27 @@ def update_weights(event: Event, step: Step) -> None:
     exchange.finish_scatter()
     if event == step.bound.last_exchange:
         step.has_exchanged = True
+    step.has_written = True
     with record_function("Muon.weights"), step.on_device(event) as bring:
+        U = step.in_update_dtype(exchange.updates, chunk.lane)
+        if U is not exchange.updates:
+            U.copy_(exchange.updates)
         for pieces in chunk.weights:
-            _update_weights(pieces, exchange, bring, step)
+            options = step.groups[pieces.group]
+            decay_scale = pieces.scale if options.decay_lr == "adjusted" else 1.0
+            factors = _factors(pieces, exchange, bring, step)
+            rounded_by, weights = step.rounded_by(pieces, bring), bring(pieces.tensors)
+            step.watched(core.update_weights, pieces)(
+                weights,
+                pieces.views(U),
+                rate=options.lr * pieces.scale,
+                decay=options.lr * options.weight_decay * decay_scale,
+                cautious=options.cautious,
+                factors=factors,
+                together=U if len(chunk.weights) == 1 else None,
+                rounded_by=rounded_by,
+                clip=step.clip(pieces),
+            )
     exchange.release()
 
 
@@ -117,83 +149,23 @@ DOES: dict[Do, Callable[[Event, Step], None]] = {
 }
 
 
-# -- lists of pieces ---------------------------------------------------------------------------
-
-
-def _update_momentum(
-    momenta: list[Tensor], grads: list[Tensor], pieces: Pieces, exchange: Exchange, step: Step
-) -> None:
-    """Updates pieces of the momentum, and writes the owners' input.
-
-    Of pieces that are not staged no input is written: another replica sends it.
-    """
-    lane, options = exchange.lane, step.groups[pieces.group]
-    buffer = exchange.inputs[pieces.start : pieces.stop]
-    dtype = core.update_dtype(lane.wire, lane.opmath, lane.device)
-    if pieces.is_staged:
-        result = step.scratch.in_dtype(buffer, dtype)
-        outputs = pieces.views(result)
-    elif triton_kernels.is_used_on(lane.device.type):
-        outputs = momenta  # in their place: kernels write none that is not wanted
-    else:
-        numel = pieces.stop - pieces.start
-        scratch = step.scratch.empty("opmath", (numel,), lane.opmath, lane.device)
-        outputs = pieces.views(scratch)
-    step.has_written = True
-    step.watched(core.update_momentum, pieces)(
-        momenta,
-        grads,
-        outputs,
-        momentum=options.momentum,
-        nesterov=options.nesterov,
-        style=options.momentum_style,
-        maximize=options.maximize,
-        wanted=pieces.is_staged,
-    )
-    if pieces.is_staged and result is not buffer:
-        buffer.copy_(result)
-
-
-def _update_weights(pieces: Pieces, exchange: Exchange, bring: Bring, step: Step) -> None:
-    """Applies updates to pieces of the weights; may overwrite the updates."""
-    lane, options = exchange.lane, step.groups[pieces.group]
-    received = exchange.updates[pieces.start : pieces.stop]
-    U = step.scratch.in_dtype(received, core.update_dtype(lane.wire, lane.opmath, lane.device))
-    if U is not received:
-        U.copy_(received)
-    step.has_written = True
-    factors: Optional[list[Tensor]] = None
-    if pieces.moments:
-        factors = []
-        for moments in pieces.moments:
-            factors += _factors(moments, bring(moments.tensors), exchange, step)
-    rounded_by, weights = step.rounded_by(pieces, bring), bring(pieces.tensors)
-    if not weights:
-        return
-    decay_scale = pieces.scale if options.decay_lr == "adjusted" else 1.0
-    step.watched(core.update_weights, pieces)(
-        weights,
-        pieces.views(U),
-        rate=options.lr * pieces.scale,
-        decay=options.lr * options.weight_decay * decay_scale,
-        cautious=options.cautious,
-        factors=factors,
-        together=U,
-        rounded_by=rounded_by,
-        clip=step.clip(pieces),
-    )
-
-
 def _factors(
-    moments: Moments, tensors: list[Tensor], exchange: Exchange, step: Step
-) -> list[Tensor]:
+    pieces: Pieces, exchange: Exchange, bring: Bring, step: Step
+) -> Optional[list[Tensor]]:
     """Updates V, the second moments; returns what each piece of the update is multiplied with."""
-    V = torch.stack(tensors)  # (n, experts…, matrices of each…, rows or columns)
-    assert exchange.moments is not None
-    v = exchange.moments[moments.start :][: V.numel()].view(-1, V.shape[-1])
-    beta2 = step.groups[moments.group].beta2
-    assert beta2 is not None
-    factors = core.second_moment_factor(V.view(v.shape), v, beta2).view(-1, *moments.sizes)
-    torch._foreach_copy_(tensors, list(V))
-    of_boxes = [factors[(slice(None), *index)].unbind(0) for index in moments.indices]
-    return [factor for of_unit in zip(*of_boxes) for factor in of_unit]
+    beta2 = step.groups[pieces.group].beta2
+    if beta2 is None:
+        return None
+    factors: list[Tensor] = []
+    for moments in pieces.moments:
+        tensors = bring(moments.tensors)
+        if not tensors:
+            continue
+        V = torch.stack(tensors)  # (n, experts…, matrices of each…, rows or columns)
+        assert exchange.moments is not None
+        v = exchange.moments[moments.start :][: V.numel()].view(-1, V.shape[-1])
+        of_units = core.second_moment_factor(V.view(v.shape), v, beta2).view(-1, *moments.sizes)
+        torch._foreach_copy_(tensors, list(V))
+        of_boxes = [of_units[(slice(None), *index)].unbind(0) for index in moments.indices]
+        factors += [factor for of_unit in zip(*of_boxes) for factor in of_unit]
+    return factors

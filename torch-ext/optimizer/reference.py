@@ -66,6 +66,7 @@ def _update(number: int, step: Step) -> None:
             nesterov=group.nesterov,
             style=group.momentum_style,
             maximize=group.maximize,
+            opmath=entry.opmath,
         )
     # What does not travel is rounded to a wire of 32 or 64 bits all the same, as if it did.
     wire = entry.wire

@@ -153,11 +153,13 @@ class Audit:
         names: list[str],
         momenta: list[Tensor],
         grads: list[Tensor],
-        outputs: list[Tensor],
+        outputs: Optional[list[Tensor]],
         **options: Any,
     ) -> None:
         """Updates momentum; norms of gradients, and of what the momentum has become."""
         core.update_momentum(momenta, grads, outputs, **options)
+        if not momenta:
+            return
         for what, tensors in (("gradient", grads), ("momentum", momenta)):
             self._record.norms.append((what, names, _norms(tensors)))
         counts = torch.stack([grad.count_nonzero() for grad in grads])
@@ -181,12 +183,14 @@ class Audit:
         weights: list[Tensor],
         updates: list[Tensor],
         *,
-        together: Tensor,
+        together: Optional[Tensor],
         rounded_by: Optional[list[RoundedBy]],
         clip: Optional[list[Optional[Tensor]]],
         **options: Any,
     ) -> None:
         """Updates and clips weights; norms of what becomes of them."""
+        if not weights:
+            return
         before = _exact(weights, rounded_by, copy=True)
         wanted: Optional[list[Tensor]] = None  # the updated weights, not rounded
         if weights[0].dtype.itemsize == 2:

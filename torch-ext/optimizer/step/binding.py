@@ -7,7 +7,6 @@ memory is bound by where it lies there; an event brings it to the device, list b
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -15,7 +14,7 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from .. import adamw, triton_kernels
+from .. import adamw
 from ..async_utils import Averaging, Do, Event, ScheduleInputs, schedule
 from ..cpu_offload import CPUOffload, Fetch, Load
 from ..distributed import regions
@@ -26,11 +25,6 @@ from ..distributed.units import Unit
 from ..matrices import LocalPart
 from ..parameters.options import Group, Settings
 from ..state.rounding import Rounding
-
-# How much torch's operations update at once, in bytes of its copy in opmath; on CPUs, what caches
-# hold. Kernels need no copy, and take all of a chunk.
-AT_ONCE_BYTES = {"cpu": 256 << 10}
-DEFAULT_AT_ONCE_BYTES = 64 << 20
 
 State = Mapping[Tensor, Mapping[str, Tensor]]  # of an optimizer, by parameter
 
@@ -43,7 +37,6 @@ class Moments:
         entries: the entry of each unit.
         tensors: V of each: a view (experts…, matrices of each expert…, numbers of each).
         start: where the owners' mean squares begin in the chunk's side buffer.
-        first: how many units of the batch come before.
         group: number of their group.
         sizes: V of a unit in this shape broadcasts to the unit.
         indices: what this rank's pieces of a unit have of that.
@@ -52,21 +45,14 @@ class Moments:
     entries: list[int]
     tensors: list[Tensor]
     start: int
-    first: int
     group: int
     sizes: list[int]
     indices: list[tuple[slice, ...]]
 
-    def without(self, absent: frozenset[int], first: int) -> Moments:
-        """Those of units that take part, which follow ``first`` others of the batch."""
+    def without(self, absent: frozenset[int]) -> Moments:
         present = [entry not in absent for entry in self.entries]
-        return replace(
-            self,
-            entries=list(compress(self.entries, present)),
-            tensors=list(compress(self.tensors, present)),
-            start=self.start - (self.first - first) * self.tensors[0].numel(),
-            first=first,
-        )
+        entries = list(compress(self.entries, present))
+        return replace(self, entries=entries, tensors=list(compress(self.tensors, present)))
 
 
 @dataclass
@@ -78,22 +64,18 @@ class Pieces:
     Args:
         group: number of the group.
         scale: of the update.
-        start, stop: the interval of the chunk's buffer that has the pieces.
-        is_staged: whether the pieces have a place in the chunk's buffer.
+        is_staged: whether the pieces have places in the chunk's buffer.
         entries: the entry of each.
         tensors: views of the momentum, or of the weights.
         parts: where each lies in the gradient of the entry, or in its weights; None for all of it.
         places: size, strides and offset of each in the chunk's buffer.
         rounding: residuals, or the places of random bits; None if weights are not updated in fp32.
-        moments: of their units, in order.
-        runs: pieces of one batch after the other: where the batch begins in the buffer, elements of
-            each piece, and how many pieces.
+        moments: of each batch; empty without a second moment.
+        counts: how many pieces each batch has.
     """
 
     group: int
     scale: float
-    start: int
-    stop: int
     is_staged: bool
     entries: list[int]
     tensors: list[Tensor]
@@ -101,49 +83,36 @@ class Pieces:
     places: list[tuple[Sequence[int], Sequence[int], int]]
     rounding: Optional[list[Tensor]]
     moments: list[Moments]
-    runs: list[tuple[int, int, int]]
+    counts: list[int]
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of the pieces in a flat tensor that begins where they do in the chunk's buffer."""
-        shift = int(flat.storage_offset()) - self.start
-        as_strided = flat.as_strided
-        return [as_strided(size, stride, at + shift) for size, stride, at in self.places]
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Views of the pieces' places in a flat buffer of the chunk."""
+        as_strided, start = buffer.as_strided, int(buffer.storage_offset())
+        return [as_strided(size, stride, start + at) for size, stride, at in self.places]
 
-    def without(self, absent: frozenset[int], filled: Counter[int]) -> Pieces:
+    def without(self, absent: frozenset[int]) -> Pieces:
         """The pieces of entries that take part, moved up to the first places of their batch.
 
         For lanes without traffic, in which units are whole, so that a batch has pieces of one size.
-
-        Args:
-            filled: by where a batch begins, how many places are taken; those of the pieces are
-                added.
         """
         present = [entry not in absent for entry in self.entries]
-        places, moments, at = [], [], 0
-        for number, (begin, numel, count) in enumerate(self.runs):
-            first, (size, stride, _) = filled[begin], self.places[at]
-            filled[begin] += sum(present[at : at + count])
-            taken = range(first, filled[begin])
-            places += [(size, stride, begin + numel * index) for index in taken]
-            if self.moments and taken:
-                moments.append(self.moments[number].without(absent, first))
+        places, at = [], 0
+        for count in self.counts:
+            places += self.places[at : at + sum(present[at : at + count])]
             at += count
         return replace(
             self,
-            start=places[0][2] if places else 0,
-            stop=places[-1][2] + math.prod(places[-1][0]) if places else 0,
             entries=list(compress(self.entries, present)),
             tensors=list(compress(self.tensors, present)),
             parts=list(compress(self.parts, present)),
             places=places,
             rounding=self.rounding and list(compress(self.rounding, present)),
-            moments=moments,
+            moments=[moments.without(absent) for moments in self.moments],
         )
 
     def join(self, others: Pieces) -> None:
-        """Appends pieces that lie behind these in the buffer."""
-        self.stop = others.stop
-        for name in ("entries", "tensors", "parts", "places", "moments", "runs"):
+        """Appends pieces that are updated alike."""
+        for name in ("entries", "tensors", "parts", "places", "moments", "counts"):
             getattr(self, name).extend(getattr(others, name))
         if self.rounding is not None and others.rounding is not None:
             self.rounding += others.rounding
@@ -177,14 +146,10 @@ class BoundChunk:
         """What is left without entries that take no part; in lanes with traffic they are none."""
         if len(self.lane.peers) > 1 or absent.isdisjoint(self.reads):
             return self
-        filled: Counter[int] = Counter()
-        momentum = [pieces.without(absent, filled) for pieces in self.momentum]
-        filled = Counter()
-        weights = [pieces.without(absent, filled) for pieces in self.weights]
         return replace(
             self,
-            momentum=[pieces for pieces in momentum if pieces.entries],
-            weights=[pieces for pieces in weights if pieces.entries],
+            momentum=[pieces.without(absent) for pieces in self.momentum],
+            weights=[pieces.without(absent) for pieces in self.weights],
             batches=[
                 (batch, sum([unit.entry not in absent for unit in batch.units]))
                 for batch, _ in self.batches
@@ -328,50 +293,31 @@ class Bound:
             chunk,
             lane,
             group,
-            self._pieces(chunk.momentum, lane, is_scatter=False),
-            self._pieces(chunk.weights, lane, is_scatter=True),
+            self._pieces(chunk.momentum, is_scatter=False),
+            self._pieces(chunk.weights, is_scatter=True),
             [(batch, len(batch.units)) for batch in chunk.batches],
             list(dict.fromkeys(unit.entry for unit, _ in lane.units[number])),
             [],
         )
 
-    def _pieces(self, shares: Sequence[Share], lane: Lane, is_scatter: bool) -> list[Pieces]:
-        """The pieces of shares, in lists that one call updates.
-
-        Kernels take any pieces that are updated alike; torch's operations take those that lie one
-        after the other, in a limited size.
-        """
-        takes_any = triton_kernels.is_used_on(lane.device.type)
-        nbytes = AT_ONCE_BYTES.get(lane.device.type, DEFAULT_AT_ONCE_BYTES)
-        limit = nbytes // lane.opmath.itemsize
-        found: list[Pieces] = []
-        latest: dict[tuple, Pieces] = {}
+    def _pieces(self, shares: Sequence[Share], is_scatter: bool) -> list[Pieces]:
+        """The pieces of shares, in lists that one call updates."""
+        found: dict[tuple, Pieces] = {}
         for share in shares:
-            count, numel = len(share.units), share.numel
-            step = count if takes_any or not numel else max(1, limit // numel)
-            for first in range(0, count, step) if numel or is_scatter else ():
-                pieces = self._bind(share, slice(first, min(first + step, count)), is_scatter)
+            if is_scatter or share.boxes:
+                pieces = self._bind(share, is_scatter)
                 dtype = self.plan.entries[share.units[0].entry].dtype
                 key = share.is_staged, pieces.group, dtype, pieces.scale
-                so_far = latest.get(key)
-                is_next = so_far is not None and so_far is found[-1]
-                if so_far is not None and (
-                    takes_any or (is_next and pieces.stop - so_far.start <= limit)
-                ):
-                    so_far.join(pieces)
+                if key in found:
+                    found[key].join(pieces)
                 else:
-                    latest[key] = pieces
-                    found.append(pieces)
-        return found
+                    found[key] = pieces
+        return list(found.values())
 
-    def _bind(self, share: Share, of: slice, is_scatter: bool) -> Pieces:
-        """The pieces of some of a share's units."""
-        units, per_unit, numel = share.units[of], len(share.boxes), share.numel
-        entry = self.plan.entries[units[0].entry]
-        parts = share.local_parts[of.start * per_unit : of.stop * per_unit]
-        entries = [unit.entry for unit in units for _ in share.boxes]
+    def _bind(self, share: Share, is_scatter: bool) -> Pieces:
+        entry, parts = self.plan.entries[share.units[0].entry], share.local_parts
+        entries = [unit.entry for unit in share.units for _ in share.boxes]
         local = self.weights if is_scatter else self.momenta
-        start = share.start + of.start * numel
         group = self._groups[entry.group]
         rounding: Optional[list[Tensor]] = None
         if is_scatter and group.updates_in_fp32(entry.dtype):
@@ -381,17 +327,15 @@ class Bound:
             ]
         return Pieces(
             entry.group,
-            entry.scale(units[0].block) if is_scatter else 1.0,
-            start,
-            start + len(units) * numel,
+            entry.scale(share.units[0].block) if is_scatter else 1.0,
             share.is_staged,
             entries,
             [part.of(local[number]) for number, part in zip(entries, parts)],
             [self._whole_or_part(*piece, is_scatter) for piece in zip(entries, parts)],
-            list(_places(share.boxes, start, len(units))),
+            list(_places(share)),
             rounding,
-            [self._moments(share, of)] if is_scatter and entry.second_moment else [],
-            [(share.start, numel, len(entries))],
+            [self._moments(share)] if is_scatter and entry.second_moment else [],
+            [len(entries)],
         )
 
     def _whole_or_part(self, number: int, part: LocalPart, is_scatter: bool) -> Optional[LocalPart]:
@@ -411,18 +355,16 @@ class Bound:
         )
         return None if is_whole and len(part.axes) == len(local) else part
 
-    def _moments(self, share: Share, of: slice) -> Moments:
-        units = share.units[of]
-        unit, entry = units[0], self.plan.entries[units[0].entry]
+    def _moments(self, share: Share) -> Moments:
+        unit, entry = share.units[0], self.plan.entries[share.units[0].entry]
         block, by_row = unit.block, entry.matrices.has_moment_of_rows(unit.block)
         axes = range(len(unit.shape))
         side = slice(block.row_axis, block.col_axis) if by_row else slice(block.col_axis, None)
         varies_along = {*axes[: block.row_axis], *axes[side]}
         return Moments(
-            [unit.entry for unit in units],
-            [self._second_moment(unit) for unit in units],
-            share.moments + of.start * unit.count * entry.matrices.moments(block),
-            of.start,
+            [unit.entry for unit in share.units],
+            [self._second_moment(unit) for unit in share.units],
+            share.moments,
             entry.group,
             [size if axis in varies_along else 1 for axis, size in enumerate(unit.shape)],
             [
@@ -490,16 +432,15 @@ class Bound:
         return Fetch(tensor, self.plan.entries[number].device, written)
 
 
-def _places(
-    boxes: Sequence[regions.Region], start: int, count: int
-) -> Iterator[tuple[Sequence[int], Sequence[int], int]]:
-    """Yields size, strides and offset of the boxes of units that lie one after the other."""
-    shapes = list(map(regions.shape_of, boxes))
+def _places(share: Share) -> Iterator[tuple[Sequence[int], Sequence[int], int]]:
+    """Yields size, strides and offset of each piece in the chunk's buffer."""
+    shapes = list(map(regions.shape_of, share.boxes))
     strides = list(map(dtensors.contiguous_stride, shapes))
-    for _ in range(count):
-        for box, shape, stride in zip(boxes, shapes, strides):
+    start = share.start
+    for _ in share.units:
+        for shape, stride in zip(shapes, strides):
             yield shape, stride, start
-            start += regions.numel(box)
+            start += math.prod(shape)
 
 
 def _tensors_of(params: Iterable[Tensor], state: State) -> list[Tensor]:

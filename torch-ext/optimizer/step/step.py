@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
-from .. import adamw
+from .. import adamw, core
 from ..async_utils import Averaging, Event
 from ..cpu_offload import CPUOffload
 from ..distributed import utils as dtensors
 from ..distributed.exchange import Exchange
-from ..distributed.plan import Plan
+from ..distributed.plan import Lane, Plan
 from ..parameters.options import Group, Settings
 from ..scratch import Scratch
 from ..state.rounding import Rounding
@@ -167,6 +167,11 @@ class Step:
 
         yield bring
         ring.release(load)
+
+    def in_update_dtype(self, buffer: Tensor, lane: Lane) -> Tensor:
+        """The buffer itself where arithmetic reads and writes its dtype, else one for a copy."""
+        dtype = core.update_dtype(lane.wire, lane.opmath, lane.device)
+        return self.scratch.in_dtype(buffer, dtype)
 
     def watched(self, function: Callable[..., None], pieces: Pieces) -> Callable[..., None]:
         """A function of `core` that updates pieces, observed by the audit if there is one."""

@@ -78,6 +78,7 @@ def _launch_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
         nesterov=group.nesterov,
         style=group.momentum_style,
         maximize=group.maximize,
+        opmath=lane.opmath,
     )
     parts = sent[None, None]  # of one matrix, of one peer
     copy_parts([parts], [torch.zeros_like(parts)])
