@@ -372,7 +372,7 @@ class Muon(torch.optim.Optimizer):
             if step is None:
                 return
             if not self._store.is_checked:
-                self._store.drop_unused_zeros(self.state)
+                self._store.drop_zeros(self.state)
                 self._store.create_missing(
                     self.state, step.groups, self._survey.entries, self._settings
                 )
@@ -688,6 +688,7 @@ class Muon(torch.optim.Optimizer):
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
         self._offload.synchronize()
+        self._store.note_zeros(self.state)
         self._warn_about_divided_state()
         held = set(map(id, self._params()))
         params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's

@@ -35,6 +35,8 @@ class StateStore:
         self._checked: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
         # Tensors of state that steps have used, since a load or copy, which begin with a new store.
         self._used: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+        # Zeros that state dicts hold, with their version counters.
+        self._zeros: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
     @property
     def is_checked(self) -> bool:
@@ -78,11 +80,22 @@ class StateStore:
             if isinstance(param, Tensor)
         }
 
-    def drop_unused_zeros(self, state: MutableOptimizerState) -> None:
-        """Drops state of zeros that no step has used, for `create_missing` to make it anew."""
-        for param, unused in self.unused_zeros(state).items():
-            for key in unused:
-                del state[param][key]
+    def note_zeros(self, state: MutableOptimizerState) -> None:
+        """Notes the state of zeros that no step has used, and that a state dict is about to hold:
+        a step must not read it to know."""
+        for unused in self.unused_zeros(state).values():
+            for value in unused.values():
+                self._zeros[value] = dtensors.raw_local(value)._version
+
+    def drop_zeros(self, state: MutableOptimizerState) -> None:
+        """Drops zeros that state dicts hold, unless somebody has written them since, for
+        `create_missing` to make them anew."""
+        for param, own in state.items() if self._zeros else ():
+            for key, value in list(own.items()) if isinstance(param, Tensor) else ():
+                version = self._zeros.get(value) if isinstance(value, Tensor) else None
+                if version is not None and version == dtensors.raw_local(value)._version:
+                    del own[key]
+        self._zeros = WeakTensorKeyDictionary()
 
     @torch.inference_mode(False)  # state made under it could not be changed outside of it
     @torch.no_grad()
