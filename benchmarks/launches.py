@@ -64,9 +64,10 @@ def cpu_as_accelerator() -> Iterator[None]:
     limits = module("distributed.limits")
     iteration, survey = module("newton_schulz.iteration"), module("parameters.survey")
     configs, symmetric = module("triton_kernels.configs"), module("triton_kernels.symmetric")
+    normalization = module("newton_schulz.normalization")
     by_cpus = (
-        *(limits.SPAN_BYTES, limits.BATCH_BYTES, limits.CHUNK_BYTES),
-        iteration.NORMALIZE_BYTES,
+        *(limits.BATCH_BYTES, limits.CHUNK_BYTES),
+        *(iteration.AT_ONCE_BYTES, normalization.PART_BYTES),
     )
 
     def recipe_for(*options: Any, **more: Any) -> Any:

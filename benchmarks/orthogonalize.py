@@ -12,16 +12,18 @@ step. FLOPs are counted, not timed:
 - of ceiling: what was done, over the best rate of a square torch.mm in the same arithmetic, which
   takes turns with the contenders.
 
-Plain torch is the textbook iteration in bf16, by bmm. torch.optim.Muon's function takes one matrix:
-of a batch it is called for each. On CPUs a second table has the arithmetic that is chosen by
-default beside fp32 and bf16, and fp32 in exact mode, one matrix after the other, and the ratio of
-torch.optim.Muon's function to the default, the median over the rounds. What the kernels
-of symmetric products contribute on accelerators, symmetric_products.py tells.
+Plain torch is the textbook iteration in bf16, by bmm. The bare loop is its products alone, in
+place: what others take beyond it is normalization, conversions and memory. torch.optim.Muon's
+function takes one matrix: of a batch it is called for each. On CPUs a second table has the
+arithmetic that is chosen by default beside fp32 and bf16, and fp32 in exact mode, one matrix after
+the other, and the ratio of torch.optim.Muon's function to the default, the median over the rounds.
+What the kernels of symmetric products contribute on accelerators, symmetric_products.py tells.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import operator
@@ -51,11 +53,12 @@ from timing import (
 )
 
 PLAIN, THEIRS, DEFAULT = "plain torch, bf16", "torch.optim.Muon's", "default"
+BARE = "bare loop, bf16"
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 ON_CPU: list[Shape] = [
     *((1, 256, 256), (1, 512, 512), (1, 512, 2048), (1, 1024, 1024), (1, 1024, 4096)),
-    (4, 768, 2048),
+    *((4, 768, 2048), (12, 512, 512), (48, 256, 256)),
 ]
 BEYOND_L2 = 256 << 20  # bytes
 
@@ -97,6 +100,7 @@ def contenders_of(kernel: Any, shape: Shape, device: torch.device) -> dict[str, 
         )
     whole = plain_flops(rows, cols)
     found[PLAIN] = Contender("standard, whole", "", whole, torch.bfloat16, plain)
+    found[BARE] = Contender("standard, whole", "", whole, torch.bfloat16, bare)
     found[THEIRS] = Contender("standard, whole, one by one", "", whole, torch.bfloat16, theirs)
     return found
 
@@ -142,6 +146,27 @@ def plain(G: Tensor) -> Tensor:  # (n, rows, cols)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
     return X.mT if tall else X
+
+
+def bare(G: Tensor) -> Tensor:  # (n, rows, cols)
+    X, Y, R, Z = _at_norm_1(G.shape, G.device)
+    a, b, c = QUINTIC
+    for _ in range(5):
+        is_tall = X.shape[-2] > X.shape[-1]
+        torch.bmm(*((X.mT, X) if is_tall else (X, X.mT)), out=R)
+        torch.baddbmm(R, R, R, beta=b, alpha=c, out=Z)
+        torch.baddbmm(X, *((X, Z) if is_tall else (Z, X)), beta=a, out=Y)
+        X, Y = Y, X
+    return X
+
+
+@functools.cache
+def _at_norm_1(shape: Shape, device: torch.device) -> list[Tensor]:
+    """X of about that norm, and room for X, R and Z."""
+    n, rows, cols = shape
+    G = torch.randn(shape, device=device).mul_(1 / math.sqrt(rows * cols)).bfloat16()
+    squares = torch.empty(2, n, min(rows, cols), min(rows, cols), device=device).bfloat16()
+    return [G, torch.empty_like(G), *squares]
 
 
 def theirs(G: Tensor) -> list[Tensor]:

@@ -228,11 +228,12 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
     """
     core, limits = map(_module, ("core", "distributed.limits"))
     iteration, products = map(_module, ("newton_schulz.iteration", "newton_schulz.products"))
-    by_cpus = limits.BATCH_BYTES, limits.CHUNK_BYTES, iteration.NORMALIZE_BYTES
+    by_cpus = limits.BATCH_BYTES, limits.CHUNK_BYTES, iteration.AT_ONCE_BYTES
     with ExitStack() as stack:
         for name, charge in _ELEMENTWISE.items():
             stack.enter_context(patch.object(core, name, charge(clocks)))
-        stack.enter_context(patch.object(iteration, "_normalize", _normalization(clocks)))
+        stack.enter_context(patch.object(iteration, "normalize", _normalization(clocks)))
+        stack.enter_context(patch.object(iteration, "is_by_kernel", lambda *about: True))
         ways = products.PRODUCTS
         stack.enter_context(patch.dict(ways, in_fp32=_products(clocks, products._sides)))
         for table in by_cpus:

@@ -37,9 +37,7 @@ MUTANTS = [
     Mutant("pipeline.py", 'if options.decay_lr == "adjusted" else', "if False else"),
     Mutant("pipeline.py", "_copy_units(out, moved, absent)", "_copy_units(out, absent, moved)"),
     Mutant(
-        "newton_schulz/iteration.py",
-        "alpha, beta = alpha / magnification, beta / magnification",
-        "pass",
+        "newton_schulz/iteration.py", "last = scale if step == len(triples) else 1.0", "last = 1.0"
     ),
     Mutant("newton_schulz/forms.py", "restarts.append(stop)", "pass"),
     Mutant("matrices.py", "start - index * stride, stop - index * stride", "start, stop"),

@@ -53,7 +53,7 @@ def test_orthogonalize_compares_every_form_with_plain_torch(capsys):
     for first in ("32 × 64", "24 × 24, 2"):
         rows = rows_of(printed, first)[:5]  # of the first table
         assert [row[1] for row in rows] == [
-            *("auto", "standard", "gram", orthogonalize.PLAIN, orthogonalize.THEIRS)
+            *("auto", "standard", "gram", orthogonalize.PLAIN, orthogonalize.BARE)
         ]
         assert rows[1][4] == rows[3][4] == "1.00"  # FLOPs / plain, of products that are whole
     assert "mm bfloat16 32" in printed

@@ -182,16 +182,16 @@ def test_where_nobody_wants_outputs_buffers_may_be_given_for_them(layout):
 # -- norms -----------------------------------------------------------------------------------------
 
 
-iteration = importlib.import_module(f"{optimizer.__name__}.newton_schulz.iteration")
+normalization = importlib.import_module(f"{optimizer.__name__}.newton_schulz.normalization")
 
 
 def normalized(G: torch.Tensor, dtype=FP32, eps=(0.0,), magnification=1.0, kernels=True, out=None):
     """A batch brought to norm ``magnification`` by kernels, or by torch's functions."""
     out = torch.full_like(G, GUARD, dtype=dtype) if out is None else out
     used = types.SimpleNamespace(is_used_on=lambda device_type: kernels)
-    with patch.object(iteration, "triton_kernels", used):
+    with patch.object(normalization, "triton_kernels", used):
         scratch = optimizer.scratch.Scratch()
-        iteration._normalize(G, 1.01, iteration.Eps(*eps), magnification, False, scratch, out)
+        normalization.normalize(G, 1.01, normalization.Eps(*eps), magnification, scratch, out)
     return out
 
 
@@ -261,10 +261,10 @@ def test_a_batch_may_be_normalized_in_place():
     G = torch.randn(2, 33, 40, device=DEVICE, dtype=BF16)
     expected = normalized(G, BF16)
     with patch.object(
-        iteration, "triton_kernels", types.SimpleNamespace(is_used_on=lambda _: True)
+        normalization, "triton_kernels", types.SimpleNamespace(is_used_on=lambda _: True)
     ):
         scratch = optimizer.scratch.Scratch()
-        iteration._normalize(G, 1.01, iteration.Eps(0.0), 1.0, True, scratch, G)
+        normalization.normalize(G, 1.01, normalization.Eps(0.0), 1.0, scratch, G)
     assert torch.equal(G, expected)
 
 

@@ -34,7 +34,7 @@ class Products(NamedTuple):
             the time.
     """
 
-    gram: Callable[[Tensor, float, Tensor], Tensor]
+    gram: Callable[..., Tensor]
     symmetric: Symmetric
     apply: Callable[[Tensor, Tensor, float, float, Tensor], Tensor]
     padding: int = 0
