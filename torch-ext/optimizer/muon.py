@@ -160,6 +160,7 @@ class Muon(torch.optim.Optimizer):
             arguments["process_group"] = Replicas(process_group)
         self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
         self._settings.validate()
+        self._load: object = None  # tells the last load from earlier ones
         clip = QKClip(None if clip_config is None else ClipConfig(clip_config))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
@@ -786,7 +787,12 @@ class Muon(torch.optim.Optimizer):
         own: set[tuple[torch.device, int]] = set()  # storages whose tensors are used again
         before = id(self.state)  # torch puts another mapping in its place once all checks passed
 
+        # An interrupt may leave hooks of an earlier load registered, which have to do nothing.
+        this_load = self._load = object()
+
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            if self._load is not this_load:
+                return saved
             states = checkpoints.read_states(saved)
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(states, self.state)
@@ -799,6 +805,8 @@ class Muon(torch.optim.Optimizer):
 
         def restore(_: torch.optim.Optimizer) -> None:
             nonlocal before
+            if self._load is not this_load:
+                return
             self._offload.clear()
             saved, states = loaded["param_groups"], loaded["state"]
             groups = self._read_groups()
@@ -952,7 +960,6 @@ class Muon(torch.optim.Optimizer):
         if not is_unpickled:
             self._rounding = Rounding(self._offload)
             return
-        self._rounding.begin_copy(self.state)
         self._clip = QKClip(self._clip.config)
         self._audit = None
         self._registration = agreement.Registration(self._sets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,28 +31,22 @@ class Rounding:
 
     Args:
         offload: knows where residuals live.
-        has_stepped: whether this is a copy of one that has counters of an earlier step.
+        rounded: the parameters of a copy that the last step of the original has rounded.
 
     Attributes:
         residuals: by parameter, since the last `begin`.
     """
 
-    def __init__(self, offload: CPUOffload, has_stepped: bool = False):
+    def __init__(self, offload: CPUOffload, rounded: Iterable[Tensor] = ()):
         self.residuals: dict[Tensor, Tensor] = {}
         self._offload = offload
-        self._has_stepped = has_stepped
-        self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step, none within one
+        # After the last step, and none within a step.
+        self._versions = {param: _versions(param) for param in rounded}
         self._next_steps: list[int] = []  # by group, ``rounding_step`` after the last step
         self._names: dict[Tensor, str] = {}
 
     def __reduce__(self) -> tuple:
-        return Rounding, (self._offload, bool(self._versions))
-
-    def begin_copy(self, state: OptimizerState) -> None:
-        """Records the version counters of copied weights, to which their residuals belong."""
-        params = (param for param in state if isinstance(param, Tensor))
-        if self._has_stepped:
-            self._versions = {p: _versions(p) for p in params if "weight_residual" in state[p]}
+        return Rounding, (self._offload, list(self._versions))
 
     def begin(self, groups: Sequence[Group], state: OptimizerState) -> None:
         """Sets the residuals of weights that were changed since the last step to zero."""
