@@ -152,25 +152,17 @@ def _by_blocks(name: str, by_rows: bool = False, padding: int = 32) -> Products:
     return Products(partial(_gram, symmetric), symmetric, _apply, padding)
 
 
-def _mirror(product: Tensor, out: Tensor) -> Tensor:
-    """Rounds the upper triangle of an fp32 product once, and mirrors it, as kernels by tiles do."""
-    return out.copy_(product.triu().add_(product.triu(1).mT))
-
-
-def _gram_in_fp32(X: Tensor, alpha: float, out: Tensor) -> Tensor:
-    return _mirror(torch.bmm(*_sides(X.float())).mul_(alpha), out)
-
-
 def _symmetric_in_fp32(
     A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
-    return _mirror(torch.baddbmm(C.float(), A.float(), B.float(), alpha=alpha, beta=beta), out)
+    """Rounds the upper triangle of an fp32 product once, and mirrors it, as kernels by tiles do."""
+    product = torch.baddbmm(C.float(), A.float(), B.float(), alpha=alpha, beta=beta)
+    return out.copy_(product.triu().add_(product.triu(1).mT))
 
 
 def _apply_in_fp32(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
-    X_fp32 = X.float()
-    Y = _apply(Q.float(), X_fp32, alpha, beta, torch.empty_like(X_fp32))
-    return out.copy_(Y)
+    Y = torch.empty_like(X, dtype=torch.float32)
+    return out.copy_(_apply(Q.float(), X.float(), alpha, beta, Y))
 
 
 def _symmetric_tiles(
@@ -187,7 +179,7 @@ PRODUCTS = {
     "fp32 blocks": _by_blocks("fp32 blocks"),
     "exact blocks": _by_blocks("exact blocks", by_rows=True, padding=0),
     # fp16 on CPUs, in the arithmetic of accelerators: products in fp32 that are rounded once.
-    "in_fp32": Products(_gram_in_fp32, _symmetric_in_fp32, _apply_in_fp32),
+    "in_fp32": Products(partial(_gram, _symmetric_in_fp32), _symmetric_in_fp32, _apply_in_fp32),
     # By Triton's kernels.
     "tiles": Products(partial(_gram, _symmetric_tiles), _symmetric_tiles, _apply),
 }

@@ -7,8 +7,6 @@ is one number stored twice, so what is symmetric stays so to the last bit.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import triton
@@ -123,7 +121,7 @@ def _prepare(
         A_TRANSPOSED=A.stride(2) != 1,
         B_TRANSPOSED=B.stride(2) != 1,
         EVEN=s % wide == 0 and k % config.block_k == 0,
-        LONG_OFFSETS=any(_extent(X.shape[1:], X.stride()[1:]) > INT32_MAX for X in operands),
+        LONG_OFFSETS=any(_extent(X[0]) > INT32_MAX for X in operands),
         INTERPRETED=INTERPRETED,
         BLOCK=config.block,
         BLOCK_K=config.block_k,
@@ -139,13 +137,9 @@ def _prepare(
 
 def _is_aligned(operand: Tensor) -> bool:
     """Whether Triton, which looks for multiples of 16, can load vectors rather than entries."""
-    return operand.data_ptr() % 16 == 0 and _are_aligned(operand.stride())
-
-
-@functools.lru_cache(maxsize=4096)
-def _are_aligned(strides: tuple[int, ...]) -> bool:
-    contiguous = strides[1] == 1 or strides[2] == 1
-    return contiguous and all(stride == 1 or stride % 16 == 0 for stride in strides)
+    strides = operand.stride()
+    multiples = all(stride == 1 or stride % 16 == 0 for stride in strides)
+    return operand.data_ptr() % 16 == 0 and 1 in strides[1:] and multiples
 
 
 def _can_be_described(operand: Tensor) -> bool:
@@ -177,10 +171,9 @@ def _descriptor(operand: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(operand, shape, [per_matrix, *steps], tile)
 
 
-@functools.lru_cache(maxsize=4096)
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+def _extent(matrix: Tensor) -> int:
     """How many elements there are from the first to the last, gaps included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+    return 1 + sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride()))
 
 
 # Whether these are 1, or divisible by 16, is not worth another compilation.
