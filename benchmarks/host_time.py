@@ -34,8 +34,10 @@ RANKS = 64
 class Case:
     """Matrices with a gradient each, plain or sharded, and an optimizer of them."""
 
-    def __init__(self, optimizer: Callable[..., Any], count: int, side: int, mesh: Any = None):
-        values = [torch.randn(side, side) for _ in range(count)]
+    def __init__(
+        self, optimizer: Callable[..., Any], count: int, rows: int, cols: int, mesh: Any = None
+    ):
+        values = [torch.randn(rows, cols) for _ in range(count)]
         if mesh is not None:
             placed = partial(distribute_tensor, device_mesh=mesh, placements=[Shard(0)])
             values = [placed(value, src_data_rank=None) for value in values]
@@ -78,13 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kernel = load_kernel()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    alone = Case(partial(muon, kernel), options.matrices, 16)
-    sharded, planned = (Case(partial(muon, kernel), options.sharded, 64, mesh) for _ in range(2))
-    compared = Case(adamw, options.matrices, 16)
+    alone = Case(partial(muon, kernel), options.matrices, 16, 16)
+    sharded, planned = (
+        Case(partial(muon, kernel), options.sharded, 64, 64, mesh) for _ in range(2)
+    )
+    compared, shards = Case(adamw, options.matrices, 16, 16), Case(adamw, options.sharded, 1, 64)
     calls: dict[str, Callable[[], object]] = {
         f"{options.matrices} of 16 × 16, one device": alone.step,
         f"{options.sharded} of 64 × 64, rank 0 of {RANKS}": sharded.step,
         f"torch.optim.AdamW, fused, {options.matrices} of 16 × 16": compared.step,
+        f"torch.optim.AdamW, fused, {options.sharded} of 1 × 64, such shards": shards.step,
     }
     for share in options.absent:
         calls[f"{options.matrices} of 16 × 16, {share:.0%} absent"] = partial(alone.step, share)

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,6 +170,24 @@ def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
         return function(), calls
     finally:
         sys.setprofile(None)
+
+
+def calls_by_file(function: Callable[[], Any], folder: Path) -> dict[str, int]:
+    """How many Python functions of each file in a folder it calls."""
+    calls: dict[str, int] = {}
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and folder in file.parents:
+            name = str(file.relative_to(folder))
+            calls[name] = calls.get(name, 0) + 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from .cpu_offload import CPUOffload, Fetch, Load
 from .cpu_offload.ring import ALIGNMENT, memory_order
 from .distributed.regions import shard_interval
 from .distributed.replicas import Replicas, is_divided
-from .distributed.utils import addresses, is_dense, is_dtensor, local, raw_local
+from .distributed.utils import addresses, is_dense, is_dtensor, local, raw_locals
 from .parameters.options import Group
 from .weight_rounding import RoundedBy, round_into, widen
 
@@ -303,7 +303,7 @@ class AdamWStep:
         self._clip = clip
         self._counts = counts
         self._averaged: dict[Tensor, int] = {}
-        self._held: dict[Tensor, Tensor] = {}  # gradients of parameters in several pieces
+        self._means: dict[Tensor, Tensor] = {}  # of parameters of which further pieces come
         self._gathering: list[RowAllGather] = []
         if replicas is not None:
             from .distributed.zero2 import MeanGradients  # loaded where it is used
@@ -373,16 +373,16 @@ class AdamWStep:
     def _grads(self, part: Part) -> list[Tensor]:
         """The gradients of a part's tensors, local ones or means."""
         grads = []
-        for param, index, is_last in zip(part.params, part.index, part.is_last):
-            grad = self._held.pop(param, None)
-            if grad is None and param in self._averaged:
-                grad = self.means.result(self._averaged[param])
+        held = raw_locals([param.grad for param in part.params])
+        for param, grad, index, is_last in zip(part.params, held, part.index, part.is_last):
+            if param in self._averaged:
+                grad = self._means.pop(param, None)
+                grad = self.means.result(self._averaged[param]) if grad is None else grad
+                if not is_last:
+                    self._means[param] = grad
             elif grad is None:
-                grad = param.grad
-                grad = torch.zeros_like(local(param)) if grad is None else raw_local(grad)
-            if not is_last:
-                self._held[param] = grad
-            grad = narrow(grad, index)
+                grad = torch.zeros_like(local(param))
+            grad = grad if index is None else narrow(grad, index)
             grads.append(grad if part.kind.in_fp32 else grad.to(param.dtype))
         return grads
 

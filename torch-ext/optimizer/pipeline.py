@@ -53,9 +53,10 @@ def run(step: Step) -> None:
 
 def update_momentum(event: Event, step: Step) -> None:
     """Updates this rank's momentum, B ← μB + wG, and starts to send the owners their input."""
-    chunk = step.bound.chunks[event.chunk]
+    key = event.chunk
+    chunk = step.bound.chunks[key]
     exchange = Exchange(chunk.chunk, chunk.lane, chunk.process_group, step.scratch)
-    step.exchanges[event.chunk] = exchange
+    step.exchanges[key] = exchange
     step.read_gradients(chunk.reads)
     D = step.in_update_dtype(exchange.inputs, chunk.lane)
     step.has_written = True
@@ -81,7 +82,8 @@ def update_momentum(event: Event, step: Step) -> None:
 
 def orthogonalize_and_scatter(event: Event, step: Step) -> None:
     """Computes U, the polar factors, on the owners of matrices, and starts to send U back."""
-    chunk, exchange = step.bound.chunks[event.chunk], step.exchanges[event.chunk]
+    key = event.chunk
+    chunk, exchange = step.bound.chunks[key], step.exchanges[key]
     exchange.finish_gather()
     with record_function("Muon.orthogonalize"):
         for batch, count in chunk.batches:
@@ -103,7 +105,8 @@ def orthogonalize_and_scatter(event: Event, step: Step) -> None:
 
 def update_weights(event: Event, step: Step) -> None:
     """Updates this rank's weights, W ← W − lr·(scale·U + weight_decay·W); then clips by QK-Clip."""
-    chunk, exchange = step.bound.chunks[event.chunk], step.exchanges.pop(event.chunk)
+    key = event.chunk
+    chunk, exchange = step.bound.chunks[key], step.exchanges.pop(key)
     exchange.finish_scatter()
     if event == step.bound.last_exchange:
         step.has_exchanged = True

@@ -84,10 +84,9 @@ class Exchange:
 
     def assemble(self, batch: Batch) -> Tensor:
         """Puts the units of a batch together, (n, *shape of each); they may be overwritten."""
-        shape = batch.shape
         if self._gathered is None:
-            return self.inputs[batch.gathered[0].start :][: math.prod(shape)].view(shape)
-        X = self._scratch.empty("gathered", shape, self.lane.wire, self.lane.device)
+            return self._own(batch)
+        X = self._scratch.empty("gathered", batch.shape, self.lane.wire, self.lane.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for run in batch.gathered_runs:
@@ -100,6 +99,9 @@ class Exchange:
 
     def stage(self, U: Tensor, batch: Batch) -> None:
         """Copies the updates of a batch, (n, *shape of each unit), to where they are sent from."""
+        if self._gathered is None:
+            self._own(batch)[: len(U)].copy_(U)
+            return
         targets, sources = [], []
         for run in batch.scattered_runs:
             buffer = self._scattered
@@ -109,6 +111,10 @@ class Exchange:
             targets += run.in_buffer(buffer, len(U))
         if targets:
             copy_parts(sources, targets)
+
+    def _own(self, batch: Batch) -> Tensor:
+        """The batch in this rank's buffer, where no other rank has parts of it."""
+        return self.inputs[batch.gathered[0].start :][: math.prod(batch.shape)].view(batch.shape)
 
     def stage_moments(self, squares: Tensor, batch: Batch) -> None:
         """Copies the mean squares of a batch's updates, of any shape, to where they are sent

@@ -210,6 +210,7 @@ class Bound:
         self.momenta = [dtensors.local(state[param]["momentum_buffer"]) for param in params]
         self.sharded = {n: param for n, param in enumerate(params) if dtensors.is_dtensor(param)}
         self.on_host = {n for n, param in enumerate(params) if offload.is_on_host(param)}
+        self._streams = bool(self.on_host) or offload.has_state
         self._tensors = _tensors_of(params, state)
         self._addresses = dtensors.addresses(self._tensors)
         self._whole: dict[tuple[int, int], BoundChunk] = {}
@@ -244,7 +245,7 @@ class Bound:
 
     def order(self, averaging: Optional[Averaging], grads: Sequence[Optional[Tensor]]) -> None:
         """Makes the schedule, and what its events bring from host memory, if they have changed."""
-        streams = bool(self.on_host) or self._offload.has_state
+        streams = self._streams
         inputs = ScheduleInputs(
             [(part.group, part.nbytes if part.load else 0) for part in self.parts.parts],
             {key: chunk.momentum_bytes for key, chunk in self.chunks.items()} if streams else None,

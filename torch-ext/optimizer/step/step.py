@@ -129,8 +129,9 @@ class Step:
         """Ends copies; makes the host wait for weights in host memory, also after an error."""
         for ring in self._rings.values():
             ring.close()
-        on_host = self.bound.on_host
-        self._offload.end_step({self.plan.entries[number].device for number in on_host})
+        if self.bound.on_host:
+            entries = self.plan.entries
+            self._offload.end_step({entries[number].device for number in self.bound.on_host})
 
     def end(self) -> None:
         """Completes what is in flight, and tells autograd what was written."""
