@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, MutableMapping, Sequence
+from itertools import chain
 from typing import Any, Optional
 
 import torch
@@ -31,8 +32,8 @@ class StateStore:
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
-        # Each parameter, its state, and the values that the last step has left in this state.
-        self._checked: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
+        # What the last step has left: the state of each parameter, and all values in these.
+        self._checked: Optional[tuple[list[dict[str, Any]], list[Any]]] = None
         # Tensors of state that steps have used, since a load or copy, which begin with a new store.
         self._used: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         # Zeros that state dicts hold, with their version counters.
@@ -49,19 +50,21 @@ class StateStore:
 
     def recheck_replaced(self, state: MutableOptimizerState) -> None:
         """Makes this step check state if a tensor of it was replaced since the last step."""
-        for param, own, values in self._checked or ():
-            is_same = state.get(param) is own and len(own) == len(values)
-            if not (is_same and all(map(operator.is_, own.values(), values))):
-                self._checked = None
-                return
+        if self._checked is None:
+            return
+        (states, values), current = self._checked, list(state.values())
+        is_same = len(current) == len(states) and all(map(operator.is_, current, states))
+        found = _values_of(states)
+        is_same = is_same and len(found) == len(values)
+        if not (is_same and all(map(operator.is_, found, values))):
+            self._checked = None
 
     def mark_checked(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
         """Spares later steps the checks of state, as long as its tensors are the same objects."""
-        self._checked = [
-            (param, state[param], list(state[param].values())) for param in params if param in state
-        ]
-        for _, _, values in self._checked:
-            for value in values:
+        states = list(state.values())
+        self._checked = states, _values_of(states)
+        for param in params:
+            for value in state.get(param, {}).values():
                 if isinstance(value, Tensor):
                     self._used[value] = None
 
@@ -160,6 +163,11 @@ class StateStore:
             is_ours = state[param].keys() <= {*KEYS, "step"}
             if is_ours and all(map(_is_zero, state[param].values())):
                 del state[param]
+
+
+def _values_of(states: Iterable[Any]) -> list[Any]:
+    dicts = [state for state in states if isinstance(state, dict)]  # others are the user's
+    return list(chain.from_iterable(map(dict.values, dicts)))
 
 
 def _is_zero(value: Tensor) -> bool:

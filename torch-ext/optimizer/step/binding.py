@@ -7,10 +7,10 @@ memory is bound by where it lies there; an event brings it to the device, list b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
-from typing import Any, Optional
+from itertools import chain, compress
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 
@@ -55,11 +55,35 @@ class Moments:
         return replace(self, entries=entries, tensors=list(compress(self.tensors, present)))
 
 
+class Places(NamedTuple):
+    """Where the pieces of one batch lie in a chunk's buffer, unit by unit.
+
+    Args:
+        start: of the first.
+        units: how many units.
+        shapes: of the pieces of each unit.
+    """
+
+    start: int
+    units: int
+    shapes: list[tuple[int, ...]]
+
+    def views(self, buffer: Tensor) -> Iterable[Tensor]:
+        """Views of the pieces in a flat buffer."""
+        numels = list(map(math.prod, self.shapes))
+        end = self.start + self.units * sum(numels)
+        columns = buffer[self.start : end].view(self.units, -1).split(numels, 1)
+        of_shapes = [
+            column.unflatten(1, shape).unbind() for column, shape in zip(columns, self.shapes)
+        ]
+        return of_shapes[0] if len(of_shapes) == 1 else chain.from_iterable(zip(*of_shapes))
+
+
 @dataclass
 class Pieces:
     """This rank's pieces of matrices that one call updates: of one group, one dtype, one scale.
 
-    The lists have an item for each piece.
+    Most lists have an item for each piece.
 
     Args:
         group: number of the group.
@@ -68,10 +92,9 @@ class Pieces:
         entries: the entry of each.
         tensors: views of the momentum, or of the weights.
         parts: where each lies in the gradient of the entry, or in its weights; None for all of it.
-        places: size, strides and offset of each in the chunk's buffer.
         rounding: residuals, or the places of random bits; None if weights are not updated in fp32.
+        places: of each batch.
         moments: of each batch; empty without a second moment.
-        counts: how many pieces each batch has.
     """
 
     group: int
@@ -80,39 +103,41 @@ class Pieces:
     entries: list[int]
     tensors: list[Tensor]
     parts: list[Optional[LocalPart]]
-    places: list[tuple[Sequence[int], Sequence[int], int]]
     rounding: Optional[list[Tensor]]
+    places: list[Places]
     moments: list[Moments]
-    counts: list[int]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Views of the pieces' places in a flat buffer of the chunk."""
-        as_strided, start = buffer.as_strided, int(buffer.storage_offset())
-        return [as_strided(size, stride, start + at) for size, stride, at in self.places]
+        views: list[Tensor] = []
+        for places in self.places:
+            if places.units and places.shapes:
+                views += places.views(buffer)
+        return views
 
     def without(self, absent: frozenset[int]) -> Pieces:
         """The pieces of entries that take part, moved up to the first places of their batch.
 
-        For lanes without traffic, in which units are whole, so that a batch has pieces of one size.
+        For lanes without traffic, in which units are whole, so that each has one piece.
         """
         present = [entry not in absent for entry in self.entries]
         places, at = [], 0
-        for count in self.counts:
-            places += self.places[at : at + sum(present[at : at + count])]
+        for start, count, shapes in self.places:
+            places.append(Places(start, sum(present[at : at + count]), shapes))
             at += count
         return replace(
             self,
             entries=list(compress(self.entries, present)),
             tensors=list(compress(self.tensors, present)),
             parts=list(compress(self.parts, present)),
-            places=places,
             rounding=self.rounding and list(compress(self.rounding, present)),
+            places=places,
             moments=[moments.without(absent) for moments in self.moments],
         )
 
     def join(self, others: Pieces) -> None:
         """Appends pieces that are updated alike."""
-        for name in ("entries", "tensors", "parts", "places", "moments", "counts"):
+        for name in ("entries", "tensors", "parts", "places", "moments"):
             getattr(self, name).extend(getattr(others, name))
         if self.rounding is not None and others.rounding is not None:
             self.rounding += others.rounding
@@ -333,10 +358,9 @@ class Bound:
             entries,
             [part.of(local[number]) for number, part in zip(entries, parts)],
             [self._whole_or_part(*piece, is_scatter) for piece in zip(entries, parts)],
-            list(_places(share)),
             rounding,
+            [Places(share.start, len(share.units), list(map(regions.shape_of, share.boxes)))],
             [self._moments(share)] if is_scatter and entry.second_moment else [],
-            [len(entries)],
         )
 
     def _whole_or_part(self, number: int, part: LocalPart, is_scatter: bool) -> Optional[LocalPart]:
@@ -431,17 +455,6 @@ class Bound:
             return None
         tensor = whole if part is None else part.of(whole)
         return Fetch(tensor, self.plan.entries[number].device, written)
-
-
-def _places(share: Share) -> Iterator[tuple[Sequence[int], Sequence[int], int]]:
-    """Yields size, strides and offset of each piece in the chunk's buffer."""
-    shapes = list(map(regions.shape_of, share.boxes))
-    strides = list(map(dtensors.contiguous_stride, shapes))
-    start = share.start
-    for _ in share.units:
-        for shape, stride in zip(shapes, strides):
-            yield shape, stride, start
-            start += math.prod(shape)
 
 
 def _tensors_of(params: Iterable[Tensor], state: State) -> list[Tensor]:
