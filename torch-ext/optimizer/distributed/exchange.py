@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import triton_kernels
 from ..newton_schulz import Recipe
 from ..scratch import Scratch
-from .chunks import Batch, Chunk, Traffic
+from .chunks import Batch, Chunk, PeerPart, Traffic
 from .collectives import all_gather_slots, share_slots
 from .plan import Lane
 
@@ -85,7 +85,7 @@ class Exchange:
     def assemble(self, batch: Batch) -> Tensor:
         """Puts the units of a batch together, (n, *shape of each); they may be overwritten."""
         if self._gathered is None:
-            return self._own(batch)
+            return self._own(self.inputs, batch.gathered[0], batch)
         X = self._scratch.empty("gathered", batch.shape, self.lane.wire, self.lane.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -100,7 +100,7 @@ class Exchange:
     def stage(self, U: Tensor, batch: Batch) -> None:
         """Copies the updates of a batch, (n, *shape of each unit), to where they are sent from."""
         if self._gathered is None:
-            self._own(batch)[: len(U)].copy_(U)
+            self._own(self.updates, batch.scattered[0], batch)[: len(U)].copy_(U)
             return
         targets, sources = [], []
         for run in batch.scattered_runs:
@@ -112,9 +112,9 @@ class Exchange:
         if targets:
             copy_parts(sources, targets)
 
-    def _own(self, batch: Batch) -> Tensor:
-        """The batch in this rank's buffer, where no other rank has parts of it."""
-        return self.inputs[batch.gathered[0].start :][: math.prod(batch.shape)].view(batch.shape)
+    def _own(self, buffer: Tensor, part: PeerPart, batch: Batch) -> Tensor:
+        """The units of a batch in a buffer, where no other rank has parts of them."""
+        return buffer[part.start :][: math.prod(batch.shape)].view(batch.shape)
 
     def stage_moments(self, squares: Tensor, batch: Batch) -> None:
         """Copies the mean squares of a batch's updates, of any shape, to where they are sent
