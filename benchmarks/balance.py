@@ -78,7 +78,7 @@ def entries_of(
             sharding=by_dim[len(shape) > 2 and not whole_experts],
             dtype=dtype,
             device=device,
-            wire=optimizer.distributed.exchange.wire_of(recipe),
+            wire=optimizer.distributed.wire.wire_of(recipe),
             recipe=recipe,
         )
         for number, shape in enumerate(shapes)

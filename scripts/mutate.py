@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant("core.py", "d * w >= 0, w, 0.0", "d * w <= 0, w, 0.0"),
     Mutant("core.py", "v, 1.0 - beta2)", "v, beta2)"),
     Mutant("pipeline.py", 'if options.decay_lr == "adjusted" else', "if False else"),
-    Mutant("pipeline.py", "_copy_units(out, moved, absent)", "_copy_units(out, absent, moved)"),
+    Mutant("step/binding.py", "sum(present[at : at + count])", "count"),
     Mutant(
         "newton_schulz/iteration.py", "last = scale if step == len(triples) else 1.0", "last = 1.0"
     ),
@@ -50,8 +50,8 @@ MUTANTS = [
         "if placement is None else placement.dim in dims",
         "if placement is None else True",
     ),
-    Mutant("distributed/wire.py", "numbers.to(torch.float32)", "numbers.to(torch.bfloat16)"),
-    Mutant("distributed/hsdp.py", "return saved > sent", "return saved < sent"),
+    Mutant("distributed/wire.py", "torch.float64 if exact", "torch.float32 if exact"),
+    Mutant("distributed/hsdp.py", "> sent * per_byte", "< sent * per_byte"),
     Mutant("distributed/owners.py", "of_owner[2] > limits.matrices", "False"),
     Mutant(
         "distributed/zero2.py", "slot_rows.zero_()\n            else:", "pass\n            else:"

@@ -430,6 +430,6 @@ def fake_device(
 
 def rows_at(value: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """A DTensor, of which each rank's rows are on the host or on the device of its mesh."""
-    utils, layout = optimizer.distributed.utils, (mesh, (Shard(0),))
+    utils, layout = optimizer.distributed.dtensors, (mesh, (Shard(0),))
     part = utils.shard_tensor(value, layout).to_local().to(device)
     return utils.dtensor_of(part, layout, value.shape, value.stride())

@@ -23,7 +23,8 @@ from kernel import optimizer
 from ranks import run_ranks
 
 regions = optimizer.distributed.regions
-dtensors = optimizer.distributed.utils
+dtensors = optimizer.distributed.dtensors
+process_groups = optimizer.distributed.process_groups
 Sharding, ShardedDim = regions.Sharding, regions.ShardedDim
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 12, 16, 23)
@@ -218,10 +219,10 @@ def groups_of_two_stages() -> tuple[list[int], float, bool]:
         dist.new_group([rank], use_local_synchronization=True)
     tensor = sharded_on(meshes[number])
     ranks = sorted(stages[number].flatten().tolist())
-    group = dtensors.process_group(tensor, ranks)
+    group = process_groups.process_group(tensor, ranks)
     total = torch.tensor(float(rank))
     dist.all_reduce(total, group=group)
-    again = dtensors.process_group(sharded_on(meshes[number]), ranks)
+    again = process_groups.process_group(sharded_on(meshes[number]), ranks)
     return dist.get_process_group_ranks(group), total.item(), again is group
 
 
@@ -238,9 +239,9 @@ def groups_that_exist() -> list[bool]:
     tensor = sharded_on(mesh)
     rows, columns = mesh.get_group(0), mesh.get_group(1)
     return [
-        dtensors.process_group(tensor, [rank % 2, rank % 2 + 2]) is rows,
-        dtensors.process_group(tensor, [rank // 2 * 2, rank // 2 * 2 + 1]) is columns,
-        dtensors.process_group(tensor, range(4)) is dist.group.WORLD,
+        process_groups.process_group(tensor, [rank % 2, rank % 2 + 2]) is rows,
+        process_groups.process_group(tensor, [rank // 2 * 2, rank // 2 * 2 + 1]) is columns,
+        process_groups.process_group(tensor, range(4)) is dist.group.WORLD,
     ]
 
 

@@ -27,7 +27,7 @@ from fake_device import CUDA, Device, fake_device, rows_at
 from kernel import optimizer
 from ranks import run_ranks
 
-dtensors = importlib.import_module(f"{optimizer.__name__}.distributed.utils")
+dtensors = importlib.import_module(f"{optimizer.__name__}.distributed.dtensors")
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="the device is made for builds without CUDA"

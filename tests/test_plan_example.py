@@ -221,7 +221,7 @@ def sharded_by_torch(text: str) -> dict[str, Any]:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, two["inner"], plan)
             fully_shard(block, mesh=two["outer"])
-    sharding_of = optimizer.distributed.utils.sharding_of
+    sharding_of = optimizer.distributed.dtensors.sharding_of
     return {name: sharding_of(param) for name, param in block.named_parameters()}
 
 

@@ -1032,7 +1032,7 @@ def step_without_lr(averages: bool) -> None:
         for steps in (counted, counted + 1):  # only the first step can create the state
             param.grad = torch.zeros_like(param)
             if dist.get_rank() == nonzero_rank:
-                optimizer.distributed.utils.raw_local(param.grad).fill_(1.0)
+                optimizer.distributed.dtensors.raw_local(param.grad).fill_(1.0)
             optim.step()
             assert optim.state[param]["step"] == steps
 

@@ -410,7 +410,7 @@ def test_parts_are_copied_as_by_torch(runs, peers):
     for kernels in (True, False):
         whole = torch.full((2, runs, peers, 3, 8), GUARD, dtype=BF16, device=DEVICE)
         with steps_by(kernels):
-            optimizer.distributed.exchange.copy_parts(sources, whole.unbind(1))
+            optimizer.distributed.wire.copy_parts(sources, whole.unbind(1))
         assert torch.equal(whole, torch.stack(sources, 1))
 
 
@@ -443,7 +443,7 @@ def test_kernels_compile_without_spills_and_without_fused_rounding():
 @contextmanager
 def steps_by(kernels: bool) -> Iterator[None]:
     """Element-wise work by kernels, wherever it is done, or by torch's functions."""
-    where = optimizer.core, optimizer.distributed.exchange
+    where = optimizer.core, optimizer.distributed.wire
     before = [module.triton_kernels for module in where]
     for module in where:
         module.triton_kernels = types.SimpleNamespace(is_used_on=lambda device_type: kernels)

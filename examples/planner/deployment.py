@@ -128,7 +128,7 @@ def entries_of(
             sharding=sharding,
             dtype=dtype,
             device=device,
-            wire=wire or kernel.distributed.exchange.wire_of(recipe),
+            wire=wire or kernel.distributed.wire.wire_of(recipe),
             recipe=recipe,
             second_moment=second_moment,
             momentum=rows_of(kernel, layout) if layout.replicated else None,

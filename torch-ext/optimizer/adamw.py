@@ -19,9 +19,9 @@ from torch.optim.adamw import adamw
 from .core import clip_weights
 from .cpu_offload import CPUOffload, Fetch, Load
 from .cpu_offload.ring import ALIGNMENT, memory_order
+from .distributed.dtensors import addresses, is_dense, is_dtensor, local, raw_locals
 from .distributed.regions import shard_interval
 from .distributed.replicas import Replicas, is_divided
-from .distributed.utils import addresses, is_dense, is_dtensor, local, raw_locals
 from .parameters.options import Group
 from .weight_rounding import RoundedBy, round_into, widen
 
@@ -90,7 +90,8 @@ class Part:
         index: of the piece in these; None for all of them.
         is_last: whether it is the last piece of its tensor.
         rounding: residuals or places of random bits; empty unless ``kind.in_fp32``.
-        nbytes: of state that comes from host memory.
+        load: what comes from host memory; None if nothing does.
+        size: bytes that count against the size of a part.
     """
 
     kind: Kind
@@ -103,11 +104,16 @@ class Part:
     is_last: list[bool] = field(default_factory=list)
     rounding: list[Tensor] = field(default_factory=list)
     load: Optional[Load] = None
-    nbytes: int = 0
+    size: int = 0
 
     @property
     def group(self) -> int:
         return self.kind.group
+
+    @property
+    def nbytes(self) -> int:
+        """Of state that comes from host memory."""
+        return 0 if self.load is None else self.load.nbytes
 
 
 class Parts:
@@ -169,21 +175,19 @@ class Parts:
             options.capturable and param.device.type != "cpu",
             streamed_to,
         )
-        itemsize, limit = weights.itemsize, FP32_BYTES
+        # Bytes of each element that count, and how many a part may have.
+        each, limit = weights.itemsize if in_fp32 else 0, FP32_BYTES
         if streamed_to is not None:
+            each = sum(moment.itemsize for moment in moments) + (2 if in_fp32 else 0)
             slots = self._offload.slot_bytes(streamed_to) // STREAMED_SHARE
             limit = min(slots, STREAMED_BYTES) - 3 * ALIGNMENT
-            itemsize = sum(moment.itemsize for moment in moments) + 2 * in_fp32
-        most = None
-        if in_fp32 or streamed_to is not None:
-            most = max(1, limit // itemsize)
         parts = of_group.setdefault(kind, [])
-        for index in _pieces(weights, most):
-            nbytes = itemsize * narrow(weights, index).numel()
-            if not parts or (most is not None and parts[-1].nbytes + nbytes > limit):
+        for index in _pieces(weights, max(1, limit // each) if each else None):
+            size = each * narrow(weights, index).numel()
+            if not parts or parts[-1].size + size > limit:
                 parts.append(Part(kind))
             part = parts[-1]
-            part.nbytes += nbytes if most is not None else 0
+            part.size += size
             part.params.append(param)
             part.weights.append(narrow(weights, index))
             part.exp_avgs.append(narrow(moments[0], index))

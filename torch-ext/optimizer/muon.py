@@ -16,8 +16,7 @@ from torch import Tensor
 from . import newton_schulz, pipeline, triton_kernels
 from .async_utils import Event
 from .cpu_offload import Backend, CPUOffload
-from .distributed import agreement
-from .distributed import utils as dtensors
+from .distributed import agreement, dtensors, process_groups
 from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
@@ -107,7 +106,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     @refuses_unknown_arguments
-    @dtensors.refuses_groups_before_init("process_group")
+    @process_groups.refuses_groups_before_init("process_group")
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -291,7 +290,7 @@ class Muon(torch.optim.Optimizer):
 
     @process_group.setter
     @_through_wrappers
-    @dtensors.refuses_groups_before_init("process_group")
+    @process_groups.refuses_groups_before_init("process_group")
     def process_group(self, process_group: Any) -> None:
         replicas = None if process_group is None else Replicas(process_group)
         self._settings = dataclasses.replace(self._settings, process_group=replicas)

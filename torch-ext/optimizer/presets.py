@@ -19,7 +19,7 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from .distributed import utils as dtensors
+from .distributed import dtensors, process_groups
 from .muon import Muon
 from .newton_schulz import FAMILIES, Triple
 from .parameters import validation
@@ -109,7 +109,7 @@ def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@dtensors.refuses_groups_before_init("process_group")
+@process_groups.refuses_groups_before_init("process_group")
 def keller_jordan(
     params: Params,
     lr: Any = 0.02,
@@ -206,7 +206,7 @@ def moonlight(
     }
 
 
-@dtensors.refuses_groups_before_init("distributed_mesh")
+@process_groups.refuses_groups_before_init("distributed_mesh")
 def dion(
     params: Params,
     distributed_mesh: Any = None,
@@ -305,7 +305,7 @@ def dion(
     }
 
 
-@dtensors.refuses_groups_before_init("distributed_mesh")
+@process_groups.refuses_groups_before_init("distributed_mesh")
 def normuon(
     params: Params,
     distributed_mesh: Any = None,
@@ -483,7 +483,7 @@ class MuonAdamW(Muon):
     ):
         one_of(*_NANOCHAT_VERSIONS).check("version", version)
         if version == "2026-07" and dtensors.world_size() > 1:
-            options = {"process_group": dtensors.world(), "grad_reduce": "mean", **options}
+            options = {"process_group": process_groups.world(), "grad_reduce": "mean", **options}
         fixed: dict[str, Any] = {
             **_NANOCHAT_VERSIONS[version],
             "ns_coefficients": "polar_express",
@@ -555,7 +555,7 @@ class DistMuonAdamW(MuonAdamW):
         self, param_groups: list[dict[str, Any]], process_group: Any = None, **options: Any
     ):
         if process_group is None:
-            process_group = dtensors.world()
+            process_group = process_groups.world()
         super().__init__(param_groups, process_group=process_group, grad_reduce="mean", **options)
 
 

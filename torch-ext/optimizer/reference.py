@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from torch import empty
 
 from . import core
-from .distributed import regions
-from .distributed import utils as dtensors
+from .distributed import dtensors, regions
 from .distributed.plan import ranks_sort_key
 from .newton_schulz.iteration import Eps, orthogonalize
 from .parameters.options import Group

@@ -1,4 +1,4 @@
-"""Decides which state lives in host memory, and moves it there; a step asks it for a prefetcher."""
+"""Decides which state lives in host memory, and moves it there; makes the rings that prefetch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..distributed.utils import compute_device, local, with_local
+from ..distributed.dtensors import compute_device, local, with_local
 from ..state.specs import KEYS
 from .arena import Arena
 from .backend import IN, OUT, Backend

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from .connections import Ranks, all_gather, close_connections
+from .dtensors import this_rank
 from .plan import ranks_sort_key
-from .utils import this_rank
 
 CHECKS = ("step", "plan", "off")
 

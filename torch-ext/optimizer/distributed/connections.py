@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .utils import GroupCache, key_of_ranks, world_timeout
+from .process_groups import GroupCache, key_of_ranks, world_timeout
 
 Ranks = tuple[int, ...]  # global and ascending
 

@@ -1,4 +1,4 @@
-"""Sends the owners their input of a chunk, and sends the updates back to the ranks of the lane.
+"""Sends the owners their input of a chunk by an all-to-all, and sends updates back by another.
 
 An exchange is made for one chunk in one step, and holds its buffers, all of the wire's dtype. One
 call starts a collective, and a later call waits for it. On accelerators the current stream waits,
@@ -6,34 +6,26 @@ not the host, and all later work is on that stream. So a buffer may be used agai
 has it back. Alone on its lane, a rank exchanges nothing: what momentum writes is the batch itself,
 and updates take its place.
 
+Where all ranks get all updates, an all-gather or broadcasts of slots bring them (`Chunk.slots`).
+Where each rank gets back what it has sent, updates take the places of the input (`in_place`).
+
 Mean squares of updates travel in a side buffer, in fp32, so that they are the same on every layout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import triton_kernels
-from ..newton_schulz import Recipe
 from ..scratch import Scratch
 from .chunks import Batch, Chunk, PeerPart, Traffic
 from .collectives import all_gather_slots, share_slots
 from .plan import Lane
-
-# The most parts that our kernels copy one by one: if there are more, torch's copies, each of the
-# parts of many peers, take fewer launches.
-_MOST_BY_KERNEL = 128
-
-
-def wire_of(recipe: Recipe) -> torch.dtype:
-    """The dtype of the wire if the user gives none: fp64 if the arithmetic has it, else bf16."""
-    return torch.float64 if recipe.dtype == torch.float64 else torch.bfloat16
+from .wire import copy_parts
 
 
 class Exchange:
@@ -157,18 +149,3 @@ class Exchange:
         for work in self._works:
             work.wait()
         self._works = []
-
-
-def copy_parts(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copies parts of units, (n, peers, …) each, into targets of the same shapes."""
-    parts = sum(target.shape[1] for target in targets)
-    if parts > _MOST_BY_KERNEL or not triton_kernels.is_used_on(targets[0].device.type):
-        torch._foreach_copy_(list(targets), list(sources))
-        return
-    from ..triton_kernels import elementwise
-
-    inputs, outputs = (
-        [part for parts_of_run in runs for part in parts_of_run.unbind(1)]
-        for runs in (sources, targets)
-    )
-    elementwise.copy(inputs, outputs)

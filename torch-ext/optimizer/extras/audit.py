@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import core
-from ..distributed import utils as dtensors
+from ..distributed import dtensors, process_groups
 from ..distributed.chunks import Batch
 from ..distributed.collectives import gather_over_ranks, has_backend
 from ..distributed.plan import Entry, Plan
@@ -235,7 +235,7 @@ class Audit:
                     "is_plain": entry.sharding is None and not has_component(entry.name, _EXPERTS),
                     "differs": False,
                 },
-                "held_by": dtensors.key_of_ranks(
+                "held_by": process_groups.key_of_ranks(
                     (rank,) if entry.sharding is None else entry.sharding.ranks
                 ),
             }

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .. import adamw
 from ..async_utils import Do, Event
-from ..distributed import regions, zero2
-from ..distributed import utils as dtensors
+from ..distributed import dtensors, regions, zero2
 from ..distributed.chunks import MOMENT_BYTES
 from ..distributed.plan import Entry, Lane, Plan, Unit
 from ..distributed.replicas import is_divided

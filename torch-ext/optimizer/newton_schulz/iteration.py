@@ -209,7 +209,8 @@ def gram(
     squares: Sequence[Tensor],
     Y: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What `standard` does, with R = XXᵀ taken once and X changed once: for each (a, b, c)
+    """What `standard` does, with R = XXᵀ taken once and X changed once, from one restart to the
+    next (`forms.RESTARTS`): for each (a, b, c)
     Q ← ZQ + aQ, from Q = I on, and T = RZ + aR, R ← ZT + aT; then X ← scale·QX."""
     R, Z, Q, T = squares
     R = products.gram(X, out=R)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..distributed import utils as dtensors
+from ..distributed import dtensors
 from .names import normalize_name
 
 # What models call their own configuration: transformers, torchtitan, others.

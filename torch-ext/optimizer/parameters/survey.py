@@ -15,10 +15,9 @@ from typing import Any, Optional
 from torch import Tensor
 
 from .. import triton_kernels
-from ..distributed import agreement, hsdp, regions
-from ..distributed import utils as dtensors
-from ..distributed.exchange import wire_of
+from ..distributed import agreement, dtensors, hsdp, regions
 from ..distributed.plan import Entry, Planner
+from ..distributed.wire import wire_of
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import recipe_for
 from . import validation
@@ -198,7 +197,7 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
         sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
         dtype=param.dtype,
         device=device,
-        wire=settings.comm_dtype or wire_of(recipe),
+        wire=wire_of(recipe, settings.comm_dtype),
         recipe=recipe,
         second_moment=group.beta2 is not None,
         momentum=None if replicas is None else replicas.state,

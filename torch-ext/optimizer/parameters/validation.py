@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import newton_schulz
-from ..distributed import regions
-from ..distributed import utils as dtensors
+from ..distributed import dtensors, regions
 from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options

@@ -1,4 +1,4 @@
-"""Clips in a step: takes the logits of each layer, scales the rows of its heads, counts clips."""
+"""Clips in a step: makes factors on heads' rows from logits, for `core.clip_weights`; counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..distributed import utils as dtensors
+from ..distributed import dtensors, process_groups
 from ..distributed.collectives import max_over_ranks
 from ..distributed.plan import ranks_sort_key
 from ..parameters.names import normalize_name
@@ -44,7 +44,7 @@ class Clipping:
             if packed.ranks is not None:
                 params = (projection.param for projection in packed.projections)
                 param = next(p for p in params if shared_with(p, settings) == packed.ranks)
-                group = dtensors.process_group(param, packed.ranks, settings.process_group)
+                group = process_groups.process_group(param, packed.ranks, settings.process_group)
                 self._works.append(max_over_ranks(logits, group))
 
     @functools.cached_property

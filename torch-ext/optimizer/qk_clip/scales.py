@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import regions
-from ..distributed import utils as dtensors
+from ..distributed import dtensors, regions
 from ..distributed.collectives import max_over_ranks
-from ..distributed.utils import this_rank
+from ..distributed.dtensors import this_rank
 from .layers import Layer, Logits, Projection
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cpu_offload import CPUOffload
-from ..distributed import utils as dtensors
+from ..distributed import dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
 from .specs import (

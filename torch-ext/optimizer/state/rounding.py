@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cpu_offload import CPUOffload
-from ..distributed import regions
-from ..distributed import utils as dtensors
+from ..distributed import dtensors, regions
 from ..parameters.names import normalize_name, state_dict_key
 from ..parameters.options import Group
 from ..weight_rounding import RandomBits, RoundedBy, as_int16, random_key, round_into, widen

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..distributed import regions
-from ..distributed import utils as dtensors
+from ..distributed import dtensors, regions
 from ..distributed.plan import Entry
 from ..distributed.replicas import is_divided
 from ..parameters.options import FLOATING_DTYPES, Group, Settings

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import adamw
 from ..cpu_offload import CPUOffload
-from ..distributed import utils as dtensors
+from ..distributed import dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
 from .specs import ADAMW_KEYS, KEYS, MUON_KEYS, converted, keys_of, specs_of, zeros

@@ -17,8 +17,7 @@ from torch import Tensor
 from .. import adamw
 from ..async_utils import Averaging, Do, Event, ScheduleInputs, schedule
 from ..cpu_offload import CPUOffload, Fetch, Load
-from ..distributed import regions
-from ..distributed import utils as dtensors
+from ..distributed import dtensors, process_groups, regions
 from ..distributed.chunks import Batch, Chunk, Share
 from ..distributed.plan import Lane, Plan
 from ..distributed.units import Unit
@@ -272,7 +271,7 @@ class Bound:
         """Makes the schedule, and what its events bring from host memory, if they have changed."""
         streams = self._streams
         inputs = ScheduleInputs(
-            [(part.group, part.nbytes if part.load else 0) for part in self.parts.parts],
+            [(part.group, part.nbytes) for part in self.parts.parts],
             {key: chunk.momentum_bytes for key, chunk in self.chunks.items()} if streams else None,
             averaging,
         )
@@ -314,7 +313,7 @@ class Bound:
         param = self.params[lane.owners[0][0].entry]
         group = None
         if len(lane.peers) > 1:
-            group = dtensors.process_group(param, lane.peers, self._settings.process_group)
+            group = process_groups.process_group(param, lane.peers, self._settings.process_group)
         return BoundChunk(
             chunk,
             lane,
@@ -364,7 +363,11 @@ class Bound:
         )
 
     def _whole_or_part(self, number: int, part: LocalPart, is_scatter: bool) -> Optional[LocalPart]:
-        """Where a piece lies in the gradient of its entry, or in its weights; None for all."""
+        """Where a piece lies in the gradient of its entry, or in its weights; None for all.
+
+        A part's place is known in the momentum. If replicas divide that, the gradient begins
+        elsewhere.
+        """
         entry = self.plan.entries[number]
         local = entry.region(self.plan.rank)
         if not is_scatter and entry.momentum is not None:
@@ -374,6 +377,7 @@ class Bound:
             else:  # replicas divide the momentum, not the gradient
                 starts = (at + first for at, (first, _) in zip(part.starts, rows))
                 part = part._replace(starts=tuple(starts))
+        # All of it is the part whose axes are the dimensions, in their order.
         is_whole = not any(part.starts) and all(
             axis == (dim, size, 1)
             for dim, (axis, size) in enumerate(zip(part.axes, regions.shape_of(local)))
@@ -425,7 +429,8 @@ class Bound:
         return Load(columns)
 
     def _weights_load(self, chunk: BoundChunk) -> Load:
-        """What the weights event of a chunk brings: second moments, residuals, weights."""
+        """What the weights event of a chunk brings: second moments, residuals, weights, in the
+        order in which `pipeline.update_weights` asks for them."""
         columns = []
         for pieces in chunk.weights:
             for of in pieces.moments:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import utils as dtensors
+from ..distributed import dtensors
 from ..distributed.agreement import Ranks
 from ..parameters.options import Group, Settings
 from ..parameters.survey import shared_with

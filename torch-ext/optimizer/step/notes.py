@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..distributed import utils as dtensors
+from ..distributed import dtensors
 from ..distributed.agreement import Ranks, StepNotes
 from ..distributed.plan import Entry, Plan
 from ..parameters.options import GROUP_OPTIONS, Group, Settings

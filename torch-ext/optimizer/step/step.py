@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import adamw, core
 from ..async_utils import Averaging, Event
 from ..cpu_offload import CPUOffload
-from ..distributed import utils as dtensors
+from ..distributed import dtensors
 from ..distributed.exchange import Exchange
 from ..distributed.plan import Lane, Plan
 from ..parameters.options import Group, Settings

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import core, triton_kernels
-from ..distributed.exchange import copy_parts
 from ..distributed.plan import Lane, Plan
+from ..distributed.wire import copy_parts
 from ..newton_schulz import Recipe
 from ..newton_schulz.iteration import Eps, orthogonalize
 from ..parameters.options import Group

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...distributed import utils as dtensors
+from ...distributed import dtensors
 from ...parameters.default_groups import (
     DIMENSIONS,
     Decision,

@@ -10,7 +10,7 @@ from typing import Any, Union
 
 from torch import nn
 
-from ...distributed import utils as dtensors
+from ...distributed import dtensors
 from ...muon import Muon
 from ...parameters.aliases import refusal
 from ...parameters.default_groups import as_keys, decide, default_is_muon

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...distributed import utils as dtensors
+from ...distributed import dtensors, process_groups
 from ...parameters.default_groups import BY_NAME, default_is_muon, unmatched_keys
 from ...parameters.modules import EXPERTS, class_names
 from ...parameters.names import counted, did_you_mean, matches
@@ -107,7 +107,7 @@ def _replicas(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         return
     if not muons or any(dtensors.is_dtensor(d.param) for d in subject.trainable):
         return
-    options: dict[str, Any] = {"process_group": dtensors.world()}
+    options: dict[str, Any] = {"process_group": process_groups.world()}
     header: tuple[str, ...] = ()
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in subject.model.modules()):
         what = f"DDP on {ranks} ranks, without a process_group"

@@ -9,7 +9,7 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
-from ...distributed import utils as dtensors
+from ...distributed import dtensors
 from ...distributed.plan import Entry
 from ...parameters.options import GROUP_OPTIONS, Group, Settings
 from ...parameters.validation import warn

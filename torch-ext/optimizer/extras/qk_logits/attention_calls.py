@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.overrides import has_torch_function
 
-from ...distributed.utils import is_dtensor
+from ...distributed.dtensors import is_dtensor
 from .maxima import max_qk_logits
 
 FLEX = "torch.nn.attention.flex_attention"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ... import triton_kernels
-from ...distributed.utils import is_dtensor
+from ...distributed.dtensors import is_dtensor
 
 try:
     from ..._ops import add_op_namespace_prefix  # type: ignore[import-not-found]

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...distributed.utils import is_dtensor
+from ...distributed.dtensors import is_dtensor
 from ...parameters.names import matches, normalize_name
 from ...qk_clip.config import KINDS, QUERIES
 from .attention_calls import Call, CallReporter, read, read_scores

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map_only
 
-from ...distributed import utils as dtensors
+from ...distributed import dtensors
 from ...muon import Muon
 from ...parameters.options import GROUP_OPTIONS
 from ..describe.remedy import Remedy, Trap
