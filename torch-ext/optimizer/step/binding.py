@@ -150,7 +150,6 @@ class BoundChunk:
         momentum, weights: in the order of the chunk's buffers.
         batches: those that this rank owns, each with how many of its units take part.
         reads: entries whose gradient `momentum` reads.
-        last_reads: those of them whose gradient no later event reads.
     """
 
     chunk: Chunk
@@ -160,7 +159,6 @@ class BoundChunk:
     weights: list[Pieces]
     batches: list[tuple[Batch, int]]
     reads: list[int]
-    last_reads: list[int]
 
     @property
     def momentum_bytes(self) -> int:
@@ -179,7 +177,6 @@ class BoundChunk:
                 for batch, _ in self.batches
             ],
             reads=[entry for entry in self.reads if entry not in absent],
-            last_reads=[entry for entry in self.last_reads if entry not in absent],
         )
 
 
@@ -196,7 +193,8 @@ class Bound:
         loads: what an event brings from host memory.
         last_exchange: the event that waits for the last updates from other ranks, None without
             traffic.
-        unread: entries that take part, and whose gradient no event reads.
+        last_reads: entries whose gradient no event reads after a chunk's; by None, those whose
+            gradient no event reads.
         sharded: the parameters that are DTensors, by number of their entry.
         on_host: entries whose weights are in host memory, but are updated on a device.
     """
@@ -204,7 +202,7 @@ class Bound:
     parts: adamw.Parts
     schedule: tuple[Event, ...]
     loads: dict[Event, Load]
-    unread: list[int]
+    last_reads: dict[Optional[tuple[int, int]], list[int]]
     last_exchange: Optional[Event]
 
     def __init__(
@@ -241,8 +239,11 @@ class Bound:
         for number, lane in enumerate(plan.all_lanes):
             for at in range(len(lane.chunks)):
                 self._whole[number, at] = self._chunk(lane, at)
-        self._chosen: object = None
+        self._momentum_bytes = {key: chunk.momentum_bytes for key, chunk in self._whole.items()}
+        self.chunks, self._absent = self._whole, frozenset[int]()
+        self._taking_part: object = None
         self._inputs: Optional[ScheduleInputs] = None
+        self._has_loads = False
 
     def fits(self) -> bool:
         """Whether all storages are still those that were bound."""
@@ -251,40 +252,48 @@ class Bound:
     def choose(self, absent: frozenset[int], adamw_params: Sequence[Sequence[Tensor]]) -> None:
         """Leaves out the entries that take no part in a step; binds AdamW's parameters of each
         group that do."""
-        chosen = absent, [list(map(id, params)) for params in adamw_params]
-        if chosen == self._chosen and self.parts.fit():
-            return
-        self._chosen, self._inputs, self._absent = chosen, None, absent
-        self.chunks = self._whole
-        if absent:
-            self.chunks = {key: chunk.without(absent) for key, chunk in self._whole.items()}
-        self.parts = adamw.Parts(
-            self._groups,
-            adamw_params,
-            self._state,
-            self._settings.divided,
-            self._offload,
-            self._rounding,
-        )
+        if absent != self._absent:
+            self._absent, self._has_loads = absent, False
+            self.chunks = self._whole
+            if absent:
+                self.chunks = {key: chunk.without(absent) for key, chunk in self._whole.items()}
+        taking_part = [list(map(id, params)) for params in adamw_params]
+        if taking_part != self._taking_part or not self.parts.fit():
+            self._taking_part, self._has_loads = taking_part, False
+            self.parts = adamw.Parts(
+                self._groups,
+                adamw_params,
+                self._state,
+                self._settings.divided,
+                self._offload,
+                self._rounding,
+            )
 
     def order(self, averaging: Optional[Averaging], grads: Sequence[Optional[Tensor]]) -> None:
         """Makes the schedule, and what its events bring from host memory, if they have changed."""
-        streams = self._streams
         inputs = ScheduleInputs(
             [(part.group, part.nbytes) for part in self.parts.parts],
-            {key: chunk.momentum_bytes for key, chunk in self.chunks.items()} if streams else None,
+            self._momentum_bytes if self._streams else None,
             averaging,
         )
         if inputs != self._inputs:
             self._inputs, self.schedule = inputs, schedule(self.plan, inputs)
-            self._find_last_reads()
+            self._has_loads = False
             lanes = range(len(self.plan.lanes))
             updates = [e for e in self.schedule if e.do is Do.UPDATE and e.lane in lanes]
             self.last_exchange = updates[-1] if updates else None
-        elif not self.on_host:  # else gradients may be other tensors than in the last step
+            last: dict[int, Optional[tuple[int, int]]] = dict.fromkeys(range(len(self.params)))
+            for event in self.schedule:
+                if event.do is Do.GATHER:
+                    last.update(dict.fromkeys(self._whole[event.chunk].reads, event.chunk))
+            self.last_reads = {None: [], **{key: [] for key in self._whole}}
+            for entry, key in last.items():
+                self.last_reads[key].append(entry)
+        # Gradients in host memory are other tensors in each step.
+        if self._has_loads and not self.on_host:
             return
-        self.loads = {}
-        for event in self.schedule if streams else ():
+        self._has_loads, self.loads = True, {}
+        for event in self.schedule if self._streams else ():
             load: Optional[Load] = None
             if event.do is Do.GATHER:
                 load = self._momentum_load(self.chunks[event.chunk], grads)
@@ -294,19 +303,6 @@ class Bound:
                 load = self.parts.parts[event.number].load
             if load is not None and load.device is not None:
                 self.loads[event] = load
-
-    def _find_last_reads(self) -> None:
-        """Notes which chunk is the last to read each gradient."""
-        last: dict[int, Optional[BoundChunk]] = dict.fromkeys(range(len(self.params)))
-        for event in self.schedule:
-            if event.do is Do.GATHER:
-                chunk = self.chunks[event.chunk]
-                chunk.last_reads = []
-                last.update(dict.fromkeys(chunk.reads, chunk))
-        self.unread = []
-        for entry, reader in last.items():
-            if entry not in self._absent:
-                (self.unread if reader is None else reader.last_reads).append(entry)
 
     def _chunk(self, lane: Lane, number: int) -> BoundChunk:
         chunk = lane.chunks[number]
@@ -322,7 +318,6 @@ class Bound:
             self._pieces(chunk.weights, is_scatter=True),
             [(batch, len(batch.units)) for batch in chunk.batches],
             list(dict.fromkeys(unit.entry for unit, _ in lane.units[number])),
-            [],
         )
 
     def _pieces(self, shares: Sequence[Share], is_scatter: bool) -> list[Pieces]:

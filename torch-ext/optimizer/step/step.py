@@ -135,7 +135,7 @@ class Step:
 
     def end(self) -> None:
         """Completes what is in flight, and tells autograd what was written."""
-        self.release_gradients(self.bound.unread)
+        self.release_gradients(self.bound.last_reads[None])
         sharded = self.bound.sharded.items()
         torch.autograd.graph.increment_version(
             [param for number, param in sharded if number not in self.absent]
