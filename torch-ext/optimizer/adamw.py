@@ -138,7 +138,7 @@ class Parts:
         self._offload = offload
         self._rounding = rounding
         bound = [(p, *state[p].values()) for params in taking_part for p in params]
-        self._tensors = [tensor for tensors in bound for tensor in tensors]
+        self._tensors = [t for tensors in bound for t in tensors if isinstance(t, Tensor)]
         self._addresses = addresses(self._tensors)
         self.parts: list[Part] = []
         for number, params in enumerate(taking_part):

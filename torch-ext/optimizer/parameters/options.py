@@ -254,13 +254,11 @@ GROUP_OPTIONS = _options_of(Group)
 # Keys that schedules change, and of which no other check depends.
 _ALONE = frozenset({"lr", "weight_decay", "momentum", "rounding_step"})
 
-_COMPARED = (bool, int, float, str, list, tuple, dict)
-
 
 def checked_keys(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What `changed_keys` compares with the group later."""
+    """What `changed_keys` compares with the group later; lists may be changed in place."""
     return {
-        key: copy.deepcopy(value) if isinstance(value, _COMPARED) else value
+        key: copy.deepcopy(value) if key in GROUP_OPTIONS and not _is_tensor(value) else value
         for key, value in group.items()
         if key != "params"
     }
@@ -270,13 +268,25 @@ def changed_keys(group: Mapping[str, Any], checked: Mapping[str, Any]) -> list[s
     """The keys of a group, but ``params``, whose values are others than when it was checked."""
     changed = []
     for key, value in group.items():
+        if key == "params":
+            continue
         before = checked.get(key, checked)  # itself is no value of it
+        is_same = value is before or (key in GROUP_OPTIONS and _is_equal(value, before))
         # The number in a tensor may have changed.
-        if value is not before or (isinstance(value, Tensor) and key == "lr"):
-            is_same = type(value) is type(before) and isinstance(value, _COMPARED)
-            if key != "params" and not (is_same and value == before):
-                changed.append(key)
+        if not is_same or (key == "lr" and _is_tensor(value)):
+            changed.append(key)
     return changed
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_equal(value: Any, before: Any) -> bool:
+    try:
+        return type(value) is type(before) and not _is_tensor(value) and bool(value == before)
+    except Exception:  # of garbage, which is refused when it is checked
+        return False
 
 
 def settle_steps(group: dict[str, Any], is_explicit: bool) -> None:
