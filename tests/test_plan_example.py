@@ -301,7 +301,10 @@ class Exchanges(TorchDispatchMode):
                 stand_in = input.new_zeros(len(ranks))
                 args = (stand_in, stand_in.clone(), group, [], [], *args[5:])
         if func._opname == "_allgather_base_":
-            self.found.append(self.ring(args[2], args[0].numel() * args[0].element_size()))
+            gathered = self.ring(args[2], args[0].numel() * args[0].element_size())
+            if args[0].dtype == torch.float32:  # mean squares, right behind their updates
+                gathered = self.found.pop() + gathered
+            self.found.append(gathered)
         if func._opname == "broadcast_":
             (tensor,), group, root = args[:3]
             last, nbytes, into = self.broadcast

@@ -317,12 +317,8 @@ class LaneUnits:
         kept = np.zeros((chunks, 2, len(peers)), np.int64)
         everyone = np.zeros(len(peers), np.int64)
         for kind, counts in self.counts:
-            entry = kind.entry
             out = kind.momentum(peers) * wire
             back = kind.weights(peers) * wire
-            if entry.second_moment:  # mean squares, in 16 bits by four elements each
-                longest = max(kind.block.rows, kind.block.cols)
-                back += kind.matrices * longest * (8 if wire == 2 else wire)
             at = np.flatnonzero(counts.any(1))  # chunks, seldom all of them
             moved[at, GATHER] += _exchanged(out, counts[at], kind.replica(peers), hosts)
             moved[at, SCATTER] += _exchanged(back, counts[at], everyone, hosts)[:, ::-1]
@@ -338,6 +334,13 @@ class LaneUnits:
                 kept[chunk, SCATTER] = total - 2 * sent  # received in place
                 if len(set(planned.slots)) > 1:  # broadcasts
                     launched[chunk] = np.count_nonzero(planned.slots)
+            if planned.moments:  # mean squares in fp32, by an all-gather of their own
+                total = 4 * planned.moments * len(peers)
+                sent = total * (len(peers) - 1) // len(peers)
+                here, away = Ring(1, sent).by_link(len(peers), len(np.unique(hosts)))
+                moved[chunk, SCATTER] += np.array([here, away]).round().astype(np.int64)[:, None]
+                kept[chunk, SCATTER] += total - 2 * sent
+                launched[chunk] += 1
         return LaneCosts(
             peers, self.flops, moved, kept, launched, self.lane.in_flight, self.first_used
         )
