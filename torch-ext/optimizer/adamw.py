@@ -140,6 +140,7 @@ class Parts:
         bound = [(p, *state[p].values()) for params in taking_part for p in params]
         self._tensors = [t for tensors in bound for t in tensors if isinstance(t, Tensor)]
         self._addresses = addresses(self._tensors)
+        self._slot_bytes: dict[torch.device, int] = {}
         self.parts: list[Part] = []
         for number, params in enumerate(taking_part):
             of_group: dict[Kind, list[Part]] = {}
@@ -179,7 +180,9 @@ class Parts:
         each, limit = weights.itemsize if in_fp32 else 0, FP32_BYTES
         if streamed_to is not None:
             each = sum(moment.itemsize for moment in moments) + (2 if in_fp32 else 0)
-            slots = self._offload.slot_bytes(streamed_to) // STREAMED_SHARE
+            if streamed_to not in self._slot_bytes:  # which looks at all state
+                self._slot_bytes[streamed_to] = self._offload.slot_bytes(streamed_to)
+            slots = self._slot_bytes[streamed_to] // STREAMED_SHARE
             limit = min(slots, STREAMED_BYTES) - 3 * ALIGNMENT
         parts = of_group.setdefault(kind, [])
         for index in _pieces(weights, max(1, limit // each) if each else None):

@@ -920,9 +920,8 @@ class Muon(torch.optim.Optimizer):
         self._integrity.check(accept_partial=True)
         self._create_state(self._read_groups())  # the first step may have made only some of it
         if self.is_broken and not self._agreement.only_creates:
-            self._rounding.count_step(
-                self.param_groups
-            )  # as other ranks did, on which it was whole
+            # As other ranks did, on which it was whole.
+            self._rounding.count_step(self.param_groups)
         self._integrity.accept()
         self._forget_plans()
 

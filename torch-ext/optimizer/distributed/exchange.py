@@ -76,14 +76,15 @@ class Exchange:
 
     def assemble(self, batch: Batch) -> Tensor:
         """Puts the units of a batch together, (n, *shape of each); they may be overwritten."""
-        if self._gathered is None:
+        if self._is_local:
             return self._own(self.inputs, batch.gathered[0], batch)
         X = self._scratch.empty("gathered", batch.shape, self.lane.wire, self.lane.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for run in batch.gathered_runs:
-            is_own = run.first.peer == self.lane.this_peer
-            buffer = self.inputs if is_own else self._gathered
+            buffer = self._gathered
+            if buffer is None or run.first.peer == self.lane.this_peer:
+                buffer = self.inputs
             targets += run.in_units(X)
             sources += run.in_buffer(buffer, len(X))
         copy_parts(sources, targets)
@@ -91,7 +92,7 @@ class Exchange:
 
     def stage(self, U: Tensor, batch: Batch) -> None:
         """Copies the updates of a batch, (n, *shape of each unit), to where they are sent from."""
-        if self._gathered is None:
+        if self._is_local:
             self._own(self.updates, batch.scattered[0], batch)[: len(U)].copy_(U)
             return
         targets, sources = [], []

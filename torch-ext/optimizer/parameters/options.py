@@ -258,7 +258,9 @@ _ALONE = frozenset({"lr", "weight_decay", "momentum", "rounding_step"})
 def checked_keys(group: Mapping[str, Any]) -> dict[str, Any]:
     """What `changed_keys` compares with the group later; lists may be changed in place."""
     return {
-        key: copy.deepcopy(value) if key in GROUP_OPTIONS and not _is_tensor(value) else value
+        key: copy.deepcopy(value)
+        if key in GROUP_OPTIONS and not isinstance(value, Tensor)
+        else value
         for key, value in group.items()
         if key != "params"
     }
@@ -273,18 +275,16 @@ def changed_keys(group: Mapping[str, Any], checked: Mapping[str, Any]) -> list[s
         before = checked.get(key, checked)  # itself is no value of it
         is_same = value is before or (key in GROUP_OPTIONS and _is_equal(value, before))
         # The number in a tensor may have changed.
-        if not is_same or (key == "lr" and _is_tensor(value)):
+        if not is_same or (key == "lr" and isinstance(value, Tensor)):
             changed.append(key)
     return changed
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _is_equal(value: Any, before: Any) -> bool:
     try:
-        return type(value) is type(before) and not _is_tensor(value) and bool(value == before)
+        return (
+            type(value) is type(before) and not isinstance(value, Tensor) and bool(value == before)
+        )
     except Exception:  # of garbage, which is refused when it is checked
         return False
 

@@ -36,7 +36,6 @@ class Moments:
         entries: the entry of each unit.
         tensors: V of each: a view (experts…, matrices of each expert…, numbers of each).
         start: where the owners' mean squares begin in the chunk's side buffer.
-        group: number of their group.
         sizes: V of a unit in this shape broadcasts to the unit.
         indices: what this rank's pieces of a unit have of that.
     """
@@ -44,7 +43,6 @@ class Moments:
     entries: list[int]
     tensors: list[Tensor]
     start: int
-    group: int
     sizes: list[int]
     indices: list[tuple[slice, ...]]
 
@@ -239,7 +237,10 @@ class Bound:
         for number, lane in enumerate(plan.all_lanes):
             for at in range(len(lane.chunks)):
                 self._whole[number, at] = self._chunk(lane, at)
-        self._momentum_bytes = {key: chunk.momentum_bytes for key, chunk in self._whole.items()}
+        self._momentum_bytes: Optional[dict[tuple[int, int], int]] = None
+        if self._streams:
+            chunks = self._whole.items()
+            self._momentum_bytes = {key: chunk.momentum_bytes for key, chunk in chunks}
         self.chunks, self._absent = self._whole, frozenset[int]()
         self._taking_part: object = None
         self._inputs: Optional[ScheduleInputs] = None
@@ -273,7 +274,7 @@ class Bound:
         """Makes the schedule, and what its events bring from host memory, if they have changed."""
         inputs = ScheduleInputs(
             [(part.group, part.nbytes) for part in self.parts.parts],
-            self._momentum_bytes if self._streams else None,
+            self._momentum_bytes,
             averaging,
         )
         if inputs != self._inputs:
@@ -389,7 +390,6 @@ class Bound:
             [unit.entry for unit in share.units],
             [self._second_moment(unit) for unit in share.units],
             share.moments,
-            entry.group,
             [size if axis in varies_along else 1 for axis, size in enumerate(unit.shape)],
             [
                 tuple(slice(*box[axis]) if axis in varies_along else slice(None) for axis in axes)
