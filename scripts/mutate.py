@@ -73,11 +73,7 @@ MUTANTS = [
     Mutant("step/grad_scaler.py", "if reached != everyone and not replicated", "if not reached"),
     Mutant("qk_clip/scales.py", "torch.cat([least.sqrt(), least,", "torch.cat([least, least,"),
     Mutant("qk_clip/clip.py", "_ = self._scales  # a rank", "pass  # a rank"),
-    Mutant(
-        "state/specs.py",
-        "return torch.float32 if group.updates_in_fp32(dtype) else dtype",
-        "return dtype",
-    ),
+    Mutant("state/specs.py", "torch.float32 if in_fp32 else param.dtype", "param.dtype"),
     Mutant("state/checkpoints.py", "if saved.use_muon != group.use_muon:", "if False:"),
     Mutant("weight_rounding.py", "bits + 0x8000 if", "bits + 0x7FFF if"),
     Mutant("adamw.py", "clip_weights(part.weights, list(factors), rounded_by)", "pass"),

@@ -28,8 +28,7 @@ from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, surve
 from .qk_clip.clip import QKClip
 from .qk_clip.config import ClipConfig
 from .qk_clip.layers import Logits
-from .state import checkpoints
-from .state.integrity import Integrity
+from .state import checkpoints, integrity
 from .state.rounding import Rounding
 from .state.specs import check_state
 from .state.store import StateStore
@@ -167,7 +166,7 @@ class Muon(torch.optim.Optimizer):
         self._offload = CPUOffload()
         self._store = StateStore(self._offload)
         self._rounding = Rounding(self._offload)
-        self._integrity = Integrity()
+        self._integrity = integrity.Integrity()
         self._audit: Optional[Audit] = None
         self._clip = QKClip(None)  # off until all groups are added, which layers may span
         self._forget_plans()
@@ -669,7 +668,7 @@ class Muon(torch.optim.Optimizer):
     def is_broken(self) -> bool:
         """Whether weights and state do not belong together: a `step` or a load broke off, or
         `discard_state` was called. `load_state_dict` mends that, or `accept_partial_step`."""
-        return self._integrity.is_broken
+        return self._integrity.is_broken()
 
     def _create_state(self, groups: list[Group]) -> None:
         entries = self._take_survey(groups).entries
@@ -683,7 +682,7 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: a `step` or a load broke off; see `accept_partial_step` and
                 `discard_state`.
         """
-        self._integrity.check(accept_void=True)
+        self._integrity.check(accept=integrity.VOID)
         groups = self._read_groups()
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
@@ -782,7 +781,7 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: loading broke off after it had begun, and has to be repeated.
         """
         checkpoints.check_type(state_dict)
-        loaded: dict[str, Any] = {}
+        loaded: dict[Tensor, dict[str, Any]] = {}
         own: set[tuple[torch.device, int]] = set()  # storages whose tensors are used again
         before = id(self.state)  # torch puts another mapping in its place once all checks passed
 
@@ -792,25 +791,23 @@ class Muon(torch.optim.Optimizer):
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             if self._load is not this_load:
                 return saved
-            states = checkpoints.read_states(saved)
-            if self._integrity.is_broken and not self._integrity.is_void:
+            states, others = checkpoints.read_states(saved)
+            if self._integrity.is_broken(accept=integrity.VOID):
                 checkpoints.check_apart(states, self.state)
-            unused = self._store.unused_zeros(self.state)
-            own.update(checkpoints.storages_of(self.state) - checkpoints.storages_of(unused))
+            unwritten = checkpoints.storages_of(self._store.unwritten_zeros())
+            own.update(checkpoints.storages_of(checkpoints.tensors_of(self.state)) - unwritten)
             with _names_source(saved["param_groups"]):
-                merged = self._check_saved(states, saved["param_groups"])
-            loaded.update(saved, state=states, param_groups=merged)
-            return {**loaded, "state": checkpoints.without_tensors(states, merged)}
+                merged, by_param = self._check_saved(states, others, saved["param_groups"])
+            loaded.update(by_param)
+            return {**saved, "state": others, "param_groups": merged}
 
         def restore(_: torch.optim.Optimizer) -> None:
             nonlocal before
             if self._load is not this_load:
                 return
             self._offload.clear()
-            saved, states = loaded["param_groups"], loaded["state"]
-            groups = self._read_groups()
-            checkpoints.place_tensors(groups, self.state, saved, states, self._offload, own)
-            self._create_state(groups)
+            checkpoints.place_tensors(self.state, loaded, self._offload, own)
+            self._create_state(self._read_groups())
             self._integrity.mend()
             before = id(self.state)  # what the user's post-hooks raise breaks nothing
 
@@ -837,10 +834,13 @@ class Muon(torch.optim.Optimizer):
                 handle.remove()
 
     def _check_saved(
-        self, states: dict[Any, Any], param_groups: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
+        self,
+        states: dict[Any, Any],
+        others: dict[Any, Any],
+        param_groups: Sequence[dict[str, Any]],
+    ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
         """Checks a checkpoint's state and groups, and divides its state like this optimizer's;
-        returns its groups, with every key."""
+        returns its groups, with every key, and its state by parameter."""
         merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
         groups = self._read_groups()
         wheres = [f"{group.where} of the checkpoint" for group in groups]
@@ -848,12 +848,14 @@ class Muon(torch.optim.Optimizer):
             self._translate({**raw, "names": None, "where": where})
             for raw, where in zip(merged, wheres)
         ]
-        entries, live = self._take_survey(groups).entries, self.state
-        checkpoints.check_and_divide(groups, entries, saved_groups, states, live, self._settings)
+        entries = self._take_survey(groups).entries
+        by_param = checkpoints.check_and_divide(
+            groups, entries, saved_groups, states, others, self._settings
+        )
         known = [{*group, *self._defaults_of(group)} for group in self.param_groups]
         for group, saved, where in zip(self.param_groups, param_groups, wheres):
             validation.check_keys(saved, self._defaults_of(group), where)
-        return validation.without_unknown_keys(merged, known)
+        return validation.without_unknown_keys(merged, known), by_param
 
     @torch.no_grad()
     def load_foreign_state_dict(
@@ -917,7 +919,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RuntimeError: a load broke off, or `discard_state` was called; nothing was changed.
         """
-        self._integrity.check(accept_partial=True)
+        self._integrity.check(accept=integrity.PARTIAL)
         self._create_state(self._read_groups())  # the first step may have made only some of it
         if self.is_broken and not self._agreement.only_creates:
             # As other ranks did, on which it was whole.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -12,16 +12,7 @@ from ..cpu_offload import CPUOffload
 from ..distributed import dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
-from .specs import (
-    ADAMW_KEYS,
-    KEYS,
-    Spec,
-    check_tensors,
-    converted,
-    keys_of,
-    moments_dtype,
-    specs_of,
-)
+from .specs import ALL_KEYS, KEYS, Spec, check_tensors, converted, specs_of
 
 RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
@@ -40,16 +31,18 @@ def check_type(state_dict: Any) -> None:
         )
 
 
-def read_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+def read_states(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """A checkpoint's state under the ids that its groups list, with the keys of torch.optim.
 
     ``dcp_to_torch_save`` of torch.distributed.checkpoint writes state under the same ids as text.
-    State that belongs to no parameter stays as it is.
+
+    Returns:
+        By id what this package loads, and what torch does: under keys that are another's, or under
+        ids that are no parameter's.
 
     Raises:
         ValueError: groups or state in another form than torch.optim's; an id or state twice.
     """
-    check_type(state_dict)
     saved_states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(saved_states, Mapping):
         kind = type(saved_states).__name__ if "state" in state_dict else "none"
@@ -57,8 +50,7 @@ def read_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
         kind = type(groups).__name__ if "param_groups" in state_dict else "none"
         raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {kind}")
-    by_text: dict[str, Any] = {}
-    ids: set[Any] = set()
+    ids: dict[Any, Any] = {}  # each also by its text
     for number, group in enumerate(groups):
         where, group_ids = f"param_groups[{number}] of the checkpoint", group.get("params")
         if not isinstance(group_ids, (list, tuple)):
@@ -68,24 +60,27 @@ def read_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
                 raise ValueError(f"{where} has params that name no state, one of them {saved_id!r}")
             if saved_id in ids:
                 raise ValueError(f"the checkpoint has parameter {saved_id!r} twice in its groups")
-            ids.add(saved_id)
-            by_text[str(saved_id)] = saved_id
+            ids[saved_id] = ids[str(saved_id)] = saved_id
     states: dict[Any, Any] = {}
+    others: dict[Any, Any] = {}
     for key, saved in saved_states.items():
-        saved_id = key if key in ids else by_text.get(str(key), key)
-        if saved_id in states:
+        saved_id = ids.get(key, key)
+        if saved_id in others:
             raise ValueError(f"the checkpoint has state of parameter {saved_id!r} twice")
-        states[saved_id] = _read_state(saved, saved_id) if saved_id in ids else saved
-    return states
+        others[saved_id] = saved
+        if key in ids:
+            state = _read_state(saved, saved_id)
+            states[saved_id] = {k: state.pop(k) for k in [*state] if k in ALL_KEYS}
+            others[saved_id] = state
+    return states, others
 
 
 def _read_state(saved: Any, saved_id: Any) -> dict[str, Any]:
     """The state of a parameter, with the step count as a tensor."""
     if not isinstance(saved, Mapping):
-        raise ValueError(
-            f"the checkpoint's state of parameter {saved_id!r} must be a dict, found a "
-            f"{type(saved).__name__}"
-        )
+        kind = type(saved).__name__
+        where = f"the checkpoint's state of parameter {saved_id!r}"
+        raise ValueError(f"{where} must be a dict, found a {kind}")
     state: dict[Any, Any] = {MOTIFS_NAMES.get(key, key): value for key, value in saved.items()}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.is_inference():
@@ -94,8 +89,7 @@ def _read_state(saved: Any, saved_id: Any) -> dict[str, Any]:
         step = state["step"]
         count = step_count(step)
         if count is None:
-            has_many = isinstance(step, Tensor) and step.numel() != 1
-            value = tuple(step.shape) if has_many else repr(step)
+            value = tuple(getattr(step, "shape", ())) or repr(step)
             raise ValueError(
                 f"step of parameter {saved_id!r} in the checkpoint must be one number, found "
                 f"{value}"
@@ -155,39 +149,39 @@ def check_and_divide(
     groups: Sequence[Group],
     entries_of_groups: Sequence[Sequence[Optional[Entry]]],
     saved_groups: Sequence[Group],
-    states: Mapping[Any, dict[str, Any]],
-    live: Mapping[Any, Any],
+    states: MutableMapping[Any, dict[str, Any]],
+    others: Mapping[Any, Any],
     settings: Settings,
-) -> None:
+) -> dict[Tensor, dict[str, Any]]:
     """Makes the checks of a checkpoint that torch does not make; divides its state as the
     optimizer's is divided.
 
     Args:
-        groups, entries_of_groups, live, settings: of the optimizer, whose state is ``live``.
-        saved_groups, states: of the checkpoint; ``states`` is changed.
+        groups, entries_of_groups, settings: of the optimizer.
+        saved_groups, states, others: of the checkpoint.
+
+    Returns:
+        The state of those parameters that have any.
     """
-    of_params = [states.get(saved_id, {}) for saved in saved_groups for saved_id in saved.params]
-    kept = {key for state in of_params for key, value in state.items() if value is not None}
+    kept = {k for state in states.values() for k, value in state.items() if value is not None}
+    by_param: dict[Tensor, dict[str, Any]] = {}
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         _check_group(group, saved)
         for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
-            name, saved_state = group.name_of(index), states.get(saved_id, {})
-            specs = specs_of(param, entry, saved, settings)
-            _divide(saved_state, specs, param, saved)
-            _check_algorithm(saved_state, live.get(param, {}), group, saved, name, param.dtype)
-            check_tensors(saved_state, specs, "checkpoint", name)
-            # All that a parameter needs is there, or nothing: steps would be wrong silently. Second
-            # moments and residuals are needed only if another parameter of the checkpoint has them:
-            # weights that were in fp32 have had no residuals.
-            keys = [*ADAMW_KEYS] if entry is None else ["momentum_buffer"]
-            keys += [k for k in keys_of(saved, param.dtype) if k in kept and k not in keys]
-            present = [key for key in keys if saved_state.get(key) is not None]
-            absent = [key for key in keys if key not in present]
-            if present and absent:
-                raise ValueError(
-                    f"{' and '.join(present)} of {name} in the checkpoint lack "
-                    f"{' and '.join(absent)}: give all of them, or none to start from zeros"
-                )
+            if saved_id in states:
+                saved_state = by_param[param] = states[saved_id]
+                name, specs = group.name_of(index), specs_of(param, entry, saved, settings)
+                _divide(saved_state, specs, param)
+                own_keys = specs_of(param, entry, group, settings).keys()
+                _check_keys(saved_state, specs.keys(), own_keys, kept, saved, name, param.dtype)
+                check_tensors(saved_state, specs, "checkpoint", name)
+    for saved_id, other in others.items():
+        if isinstance(other, Mapping) and not other.keys().isdisjoint({*KEYS, *MOTIFS_NAMES}):
+            raise ValueError(
+                f"the checkpoint has state of parameter {saved_id!r}, which none of its groups "
+                "lists in its params"
+            )
+    return by_param
 
 
 def _check_group(group: Group, saved: Group) -> None:
@@ -205,65 +199,58 @@ def _check_group(group: Group, saved: Group) -> None:
         )
 
 
-def _divide(
-    saved_state: dict[str, Any], specs: Mapping[str, Spec], param: Tensor, saved: Group
-) -> None:
+def _divide(saved_state: dict[str, Any], specs: Mapping[str, Spec], param: Tensor) -> None:
     """Takes this rank's part of each whole tensor for which the optimizer has a DTensor.
 
     These are state that replicas divide, and second moments: torch.distributed.checkpoint leaves
-    second moments whole when it loads them into an optimizer without any. When it loads a flattened
-    state dict without second moments into an optimizer that has them, it puts empty dicts in their
-    place, which are taken out here. Steps read the two bytes of a residual as one number, so
-    residuals become contiguous.
+    second moments whole when it loads them into an optimizer without any. Steps read the two bytes
+    of a residual as one number, so residuals become contiguous.
     """
     for key, (shape, placed, _) in specs.items():
         value = saved_state.get(key)
-        if isinstance(value, dict) and not value and saved.beta2 is None:
-            del saved_state[key]
-        if key == "weight_residual" and isinstance(value, Tensor) and value.layout == torch.strided:
-            local = dtensors.local(value)
-            if not local.is_contiguous():
-                value = saved_state[key] = dtensors.with_local(value, local.contiguous())
-        if placed is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
             continue
+        if key == "weight_residual":
+            local = dtensors.local(value).contiguous()
+            value = saved_state[key] = dtensors.with_local(value, local)
         is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
-        if is_whole and value.shape == shape:
+        if placed and is_whole and value.shape == shape and not dtensors.is_dtensor(value):
             saved_state[key] = dtensors.shard_tensor(value, placed)
 
 
-def _check_algorithm(
+def _check_keys(
     saved_state: Mapping[str, Any],
-    live: Mapping[str, Any],
-    group: Group,
+    needed: Collection[str],
+    own: Collection[str],
+    kept: Collection[str],
     saved: Group,
     name: str,
     dtype: torch.dtype,
 ) -> None:
-    """Checks that the saved state is complete, and of the algorithm that goes on from it.
+    """Checks that a parameter has all that it needs, of the algorithm that goes on, or nothing.
 
     Otherwise state that nobody reads would be carried along, and state that is read would silently
-    begin at zero. Second moments can be missing because torch.distributed.checkpoint reads only
-    tensors that the optimizer already has.
+    begin at zero: torch.distributed.checkpoint reads only tensors that the optimizer already has.
+
+    Args:
+        needed: keys by the options in the checkpoint.
+        own: keys by the options of the optimizer.
+        kept: keys that any parameter has in the checkpoint.
+        saved: the parameter's group in the checkpoint.
+        name, dtype: of the parameter.
     """
-    foreign_key = "exp_avg" if group.use_muon else "momentum_buffer"
-    if saved_state.get(foreign_key) is not None:
-        ours, theirs = ("Muon's", "AdamW's") if group.use_muon else ("AdamW's", "Muon's")
+    present = [key for key in ALL_KEYS if saved_state.get(key) is not None]
+    if not present:
+        return
+    foreign_key = "exp_avg" if saved.use_muon else "momentum_buffer"
+    if foreign_key in present:
+        ours, theirs = ("Muon's", "AdamW's") if saved.use_muon else ("AdamW's", "Muon's")
         raise ValueError(
-            f"{name} is {ours} here (use_muon={group.use_muon}) but has {foreign_key} in the "
+            f"{name} is {ours} here (use_muon={saved.use_muon}) but has {foreign_key} in the "
             f"checkpoint, as {theirs} parameters do; give it to the group it was in, or take its "
             "state out. If another optimizer wrote the checkpoint, use load_foreign_state_dict"
         )
-    if saved.beta2 is not None and all(
-        state.get("momentum_buffer") is not None and state.get("second_momentum_buffer") is None
-        for state in (saved_state, live)
-    ):
-        raise ValueError(
-            f"the checkpoint has beta2={saved.beta2}, but its second moment of {name} has not been "
-            f"read, since this optimizer has none: construct it with beta2={saved.beta2}"
-        )
-    has_residual = saved_state.get("weight_residual") is not None
-    is_kept = saved.weight_rounding == "exact" and saved.updates_in_fp32(dtype)
-    if has_residual and not is_kept:
+    if "weight_residual" in present and "weight_residual" not in needed:
         remedy = "load weights that exact_weights() gave, and take the residual out"
         if dtype == torch.bfloat16:  # a load in place kept a residual that the file does not have
             remedy = "load into an optimizer without the option, and set it in param_groups then"
@@ -271,73 +258,69 @@ def _check_algorithm(
             f"{name} is {dtype}, and its group in the checkpoint has weight_rounding="
             f"{saved.weight_rounding!r}, but there is a weight_residual of it beside: {remedy}"
         )
-    if is_kept and saved_state and not has_residual and group.weight_rounding != "exact":
+    options = {"second_momentum_buffer": "beta2", "weight_residual": "weight_rounding"}
+    absent = [key for key in needed if key not in present]
+    for key in absent:
+        if key in options and key not in own:
+            option = f"{options[key]}={getattr(saved, options[key])!r}"
+            raise ValueError(
+                f"the checkpoint has {option}, but {key} of {name} has not been read, since this "
+                f"optimizer has none: construct it with {option}"
+            )
+    # These are needed only if another parameter of the checkpoint has them: weights that were in
+    # fp32 have had no residuals.
+    absent = [key for key in absent if key in kept or key not in options]
+    if not saved.use_muon and "step" not in present:
+        absent.append("step")
+    if absent:
         raise ValueError(
-            f"the checkpoint has weight_rounding='exact', but its residual of {name} has not been "
-            "read, since this optimizer has none: construct it with weight_rounding='exact'"
+            f"{' and '.join(present)} of {name} in the checkpoint lack "
+            f"{' and '.join(absent)}: give all of them, or none to start from zeros"
         )
 
 
 def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
     """Checks that a checkpoint shares no tensors with live state, which a step has changed."""
-    if storages_of(states) & storages_of(live):
+    if storages_of(tensors_of(states)) & storages_of(tensors_of(live)):
         raise ValueError(
             "the checkpoint's tensors are those of this optimizer, which a step that broke off has "
             "changed: load the file again"
         )
 
 
-def storages_of(states: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
-    """The storages of the tensors of state, by device and address."""
-    mappings = (state for state in states.values() if isinstance(state, Mapping))
-    values = (mapping.get(key) for mapping in mappings for key in (*KEYS, "step"))
-    tensors = [dtensors.local(value) for value in values if isinstance(value, Tensor)]
+def tensors_of(states: Mapping[Any, Any]) -> list[Tensor]:
+    """The tensors of state of all parameters."""
+    mappings = [state for state in states.values() if isinstance(state, Mapping)]
+    values = (mapping.get(key) for mapping in mappings for key in ALL_KEYS)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def storages_of(tensors: Iterable[Tensor]) -> set[tuple[torch.device, int]]:
+    """The storages of tensors, by device and address."""
     # Tensors without elements, such as empty shards, have no memory to share.
-    return {_storage_of(t) for t in tensors if t.layout == torch.strided and t.numel()}
+    of_rank = map(dtensors.local, tensors)
+    return {_storage_of(t) for t in of_rank if t.layout == torch.strided and t.numel()}
 
 
 def _storage_of(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> dict[Any, Any]:
-    """State without the tensors that `place_tensors` loads, since torch would cast and move them.
-
-    Raises:
-        ValueError: tensors of a parameter that no group lists, which would be lost.
-    """
-    params = {saved_id for saved in saved_groups for saved_id in saved["params"]}
-    others = {}
-    for saved_id, saved in states.items():
-        if saved_id in params:
-            saved = {key: value for key, value in saved.items() if key not in KEYS}
-        elif isinstance(saved, Mapping) and not saved.keys().isdisjoint({*KEYS, *MOTIFS_NAMES}):
-            raise ValueError(
-                f"the checkpoint has state of parameter {saved_id!r}, which none of its groups "
-                "lists in its params"
-            )
-        others[saved_id] = saved
-    return others
-
-
 def place_tensors(
-    groups: Sequence[Group],
     state: MutableMapping[Any, dict[str, Any]],
-    saved_groups: Sequence[RawGroup],
-    states: MutableMapping[Any, dict[str, Any]],
+    saved_states: MutableMapping[Tensor, dict[str, Any]],
     offload: CPUOffload,
     kept: Collection[tuple[torch.device, int]],
 ) -> None:
-    """Puts the tensors of loaded state on the devices where they live; torch has put the rest.
+    """Puts loaded state on the devices where it lives, in the dtypes in which it was saved.
 
-    AdamW's moments get the dtype that their parameter calls for; other tensors, such as momentum,
-    keep the dtype that they were saved in. Tensors of the caller are copied, since the caller may
-    load them again, or into another optimizer.
+    Tensors of the caller are copied, since the caller may load them again, or into another
+    optimizer.
 
     Args:
-        groups, state: of the optimizer; ``state`` is changed.
-        saved_groups, states: of the checkpoint, with all tensors; ``states`` is emptied, so that
-            no more than one tensor is held twice.
+        state: of the optimizer, into which torch has loaded what is not this package's.
+        saved_states: of the checkpoint, by parameter; is emptied, so that no more than one tensor
+            is held twice.
         offload: knows where state lives.
         kept: storages of the optimizer's own state, `storages_of`, whose tensors are used again, so
             that a load in place, as by torch.distributed.checkpoint, takes no more memory.
@@ -355,20 +338,15 @@ def place_tensors(
         taken.add(local.data_ptr())
         return value
 
-    for group, saved in zip(groups, saved_groups):
-        for param, saved_id in zip(group.params, saved["params"]):
-            if saved_id not in states:
-                continue
-            # State that is offloaded is copied to its host memory in any case.
-            is_copied = offload.destination(param, group.use_muon) is not None
-            home = torch.device("cpu") if is_copied else dtensors.local(param).device
-            loaded = state[param]
-            own = state[param] = {}  # made anew, in the order in which it was saved
-            for key, value in states.pop(saved_id).items():
-                if key not in KEYS:
-                    value = loaded[key]
-                    own[key] = apart(value) if key == "step" else value
-                elif isinstance(value, Tensor):
-                    dtype = moments_dtype(group, param.dtype) if key in ADAMW_KEYS else None
-                    placed = converted(value, dtype, home)
-                    own[key] = placed if placed is not value or is_copied else apart(placed)
+    for param in [*saved_states]:
+        saved = saved_states.pop(param)
+        # State that is offloaded is copied to its host memory in any case.
+        is_offloaded = offload.destination(param, "momentum_buffer" in saved) is not None
+        home = torch.device("cpu") if is_offloaded else dtensors.local(param).device
+        own: dict[str, Any] = {}
+        for key, value in saved.items():
+            if isinstance(value, Tensor):
+                placed = converted(value, None, home)
+                is_copied = placed is not value or (is_offloaded and key in KEYS)
+                own[key] = placed if is_copied else apart(placed)
+        state[param] = {**own, **state[param]}

@@ -3,60 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Callable, Iterator
 from typing import Optional
 
-_AHEAD = "Some parameters and their state may be a step ahead of others"
-_LOAD = "load the last checkpoint into the model, and into the optimizer by load_state_dict()"
-_LOAD_OR_DISCARD = (
-    f"{_LOAD}, or call discard_state() before torch.distributed.checkpoint loads in place"
-)
-
-
-class _Status(enum.Enum):
-    """How weights and state are; the value says what mends that."""
-
-    WHOLE = ""  # of the same step
-    PARTIAL = f"call accept_partial_step() to go on from there or to save; or {_LOAD_OR_DISCARD}"
-    BROKEN = _LOAD_OR_DISCARD  # a load broke off
-    VOID = _LOAD  # broken, and all state was set to zeros for a load in place
+# How weights and state are, by what mends that.
+WHOLE = ""  # of the same step
+VOID = "load the last checkpoint into the model, and into the optimizer by load_state_dict()"
+_BROKEN = f"{VOID}, or call discard_state() before torch.distributed.checkpoint loads in place"
+PARTIAL = f"call accept_partial_step() to go on from there or to save; or {_BROKEN}"
 
 
 class Integrity:
     """Whether weights and state of an optimizer belong together; copies start afresh."""
 
     def __init__(self) -> None:
-        self._status = _Status.WHOLE
+        # VOID after `discard`, PARTIAL after a step that broke off, _BROKEN after such a load.
+        self._status = WHOLE
         self._cause = ""  # why the status is not WHOLE, in words
         self._has_parted = False  # whether a step that broke off has left ranks apart
 
     def __reduce__(self) -> tuple:
         return Integrity, ()
 
-    @property
-    def is_broken(self) -> bool:
-        return self._status is not _Status.WHOLE
+    def is_broken(self, accept: str = WHOLE) -> bool:
+        """Whether weights and state do not belong together, nor are as ``accept`` says."""
+        return self._status not in (WHOLE, accept)
 
-    @property
-    def is_void(self) -> bool:
-        return self._status is _Status.VOID
-
-    def check(self, accept_void: bool = False, accept_partial: bool = False) -> None:
-        """Raises RuntimeError where weights and state are broken.
-
-        Args:
-            accept_void: not where a load in place is to mend that.
-            accept_partial: not where only a step broke off.
-        """
-        accepted = accept_void and self.is_void
-        accepted |= accept_partial and self._status is _Status.PARTIAL
-        if self.is_broken and not accepted:
-            raise RuntimeError(f"An earlier {self._cause}: {self._status.value}")
+    def check(self, accept: str = WHOLE) -> None:
+        """Raises RuntimeError where weights and state are broken, and not as ``accept`` says."""
+        if self.is_broken(accept):
+            raise RuntimeError(f"An earlier {self._cause}: {self._status}")
 
     def accept(self) -> None:
         """Accepts a step that broke off; `check_together` knows whether it has left ranks apart."""
-        self._status = _Status.WHOLE
+        self._status = WHOLE
 
     def check_together(self) -> None:
         """Raises RuntimeError where an accepted step has left ranks apart."""
@@ -89,21 +69,26 @@ class Integrity:
         try:
             yield
         except BaseException as error:
-            if has_begun(error):
-                self._cause = f"{what} was interrupted. {_AHEAD}"
-                self._status = _Status.BROKEN
-                if has_parted is not None:
-                    self._status, self._has_parted = _Status.PARTIAL, has_parted()
-                if isinstance(error, Exception):
-                    self._cause = f"{what} broke off: {type(error).__name__}: {error}. {_AHEAD}"
-                    raise RuntimeError(f"{self._cause}: {self._status.value}") from error
-            raise
+            if not has_begun(error):
+                raise
+            self._status = _BROKEN
+            if has_parted is not None:
+                self._status, self._has_parted = PARTIAL, has_parted()
+            is_error = isinstance(error, Exception)
+            how = f"broke off: {type(error).__name__}: {error}" if is_error else "was interrupted"
+            self._cause = (
+                f"{what} {how}. Some parameters and their state may be a step ahead of others"
+            )
+            if not is_error:
+                raise
+            raise RuntimeError(f"{self._cause}: {self._status}") from error
 
     def mend(self) -> None:
         """Marks that a load has brought weights and state of one step."""
-        self._status, self._has_parted = _Status.WHOLE, False
+        self._status, self._has_parted = WHOLE, False
 
     def discard(self) -> None:
-        if not self.is_broken:
+        """Marks that all state was set to zeros, for a load in place."""
+        if not self.is_broken():
             self._cause = "discard_state() has set all state to zeros"
-        self._status = _Status.VOID
+        self._status = VOID

@@ -13,15 +13,13 @@ from ..distributed.plan import Entry
 from ..distributed.replicas import is_divided
 from ..parameters.options import FLOATING_DTYPES, Group, Settings
 
-# Keys of the tensors of state that can be large; AdamW's ``step``, one number, is not among them.
+# Keys of the tensors of state that can be large, and with AdamW's ``step``, one number, all keys.
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "weight_residual")
-
-MUON_KEYS = ("momentum_buffer", "second_momentum_buffer")
-ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+ALL_KEYS = (*KEYS, "step")
 
 
 class Spec(NamedTuple):
-    """A tensor that the state of a parameter can have.
+    """A tensor of the state of a parameter.
 
     Args:
         shape: of the whole tensor.
@@ -34,21 +32,6 @@ class Spec(NamedTuple):
     dtype: Optional[torch.dtype]
 
 
-def keys_of(group: Group, dtype: torch.dtype) -> list[str]:
-    """The tensors of state that a trainable parameter of a group has, by its dtype."""
-    keys = ["momentum_buffer"] if group.use_muon else ["exp_avg", "exp_avg_sq"]
-    if group.use_muon and group.beta2 is not None:
-        keys.append("second_momentum_buffer")
-    if group.weight_rounding == "exact" and group.updates_in_fp32(dtype):
-        keys.append("weight_residual")
-    return keys
-
-
-def moments_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of AdamW's moments of a parameter of ``dtype``."""
-    return torch.float32 if group.updates_in_fp32(dtype) else dtype
-
-
 def momentum_dtype(group: Group, dtype: torch.dtype) -> Optional[torch.dtype]:
     """The dtype of the momentum of a parameter of ``dtype``; None as in `Spec`."""
     if group.momentum_dtype is None and group.updates_in_fp32(dtype):
@@ -59,12 +42,12 @@ def momentum_dtype(group: Group, dtype: torch.dtype) -> Optional[torch.dtype]:
 def specs_of(
     param: Tensor, entry: Optional[Entry], group: Group, settings: Settings
 ) -> dict[str, Spec]:
-    """Every tensor that a parameter's state can have; `keys_of` says which of them it has.
+    """The tensors of a trainable parameter's state, by key.
 
     Args:
         param: the parameter.
         entry: of a Muon parameter; None of AdamW's.
-        group: the options that decide on dtypes.
+        group: the options that decide on keys and dtypes.
         settings: says which replicas divide state.
     """
     own = dtensors.mesh_placements_of(param)
@@ -72,20 +55,24 @@ def specs_of(
     if entry is None and replicas is not None and not is_divided(param.shape, len(replicas.ranks)):
         replicas = None
     divided = dtensors.state_placements_of(param, replicas) or own
-    pairs = torch.Size([*param.shape, 2])  # two bytes for each element
+    in_fp32 = group.updates_in_fp32(param.dtype)
     if entry is None:
-        moment = Spec(param.shape, divided, moments_dtype(group, param.dtype))
-        residual = Spec(pairs, divided, torch.uint8)
-        return {"exp_avg": moment, "exp_avg_sq": moment, "weight_residual": residual}
-    m = entry.matrices
-    numbers = torch.Size([*m.shape[: m.row_dim], sum(map(m.all_moments, m.blocks))])
-    # Experts lie as the parameter's do; a rank has all numbers of each of its experts.
-    by_experts = dtensors.expert_placements_of(param, m.row_dim)
-    return {
-        "momentum_buffer": Spec(param.shape, divided, momentum_dtype(group, param.dtype)),
-        "second_momentum_buffer": Spec(numbers, by_experts, torch.float32),
-        "weight_residual": Spec(pairs, own, torch.uint8),
-    }
+        moment = Spec(param.shape, divided, torch.float32 if in_fp32 else param.dtype)
+        specs = {"exp_avg": moment, "exp_avg_sq": moment}
+    else:
+        dtype = momentum_dtype(group, param.dtype)
+        specs = {"momentum_buffer": Spec(param.shape, divided, dtype)}
+        if group.beta2 is not None:
+            m = entry.matrices
+            numbers = torch.Size([*m.shape[: m.row_dim], sum(map(m.all_moments, m.blocks))])
+            # Experts lie as the parameter's do; a rank has all numbers of each of its experts.
+            by_experts = dtensors.expert_placements_of(param, m.row_dim)
+            specs["second_momentum_buffer"] = Spec(numbers, by_experts, torch.float32)
+    if in_fp32 and group.weight_rounding == "exact":
+        pairs = torch.Size([*param.shape, 2])  # two bytes for each element
+        placed = divided if entry is None else own
+        specs["weight_residual"] = Spec(pairs, placed, torch.uint8)
+    return specs
 
 
 def zeros(spec: Spec, param: Tensor, device: Optional[torch.device] = None) -> Tensor:

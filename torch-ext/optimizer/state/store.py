@@ -16,7 +16,7 @@ from ..cpu_offload import CPUOffload
 from ..distributed import dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
-from .specs import ADAMW_KEYS, KEYS, MUON_KEYS, converted, keys_of, specs_of, zeros
+from .specs import ALL_KEYS, converted, specs_of, zeros
 
 MutableOptimizerState = MutableMapping[Any, dict[str, Any]]  # by parameter
 META = torch.device("meta")
@@ -32,8 +32,7 @@ class StateStore:
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
-        # What the last step has left: the state of each parameter, and all values in these.
-        self._checked: Optional[tuple[list[dict[str, Any]], list[Any]]] = None
+        self._checked: Optional[list[Any]] = None  # all objects that the last step has left
         # Tensors of state that steps have used, since a load or copy, which begin with a new store.
         self._used: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         # Zeros that state dicts hold, with their version counters.
@@ -50,55 +49,40 @@ class StateStore:
 
     def recheck_replaced(self, state: MutableOptimizerState) -> None:
         """Makes this step check state if a tensor of it was replaced since the last step."""
-        if self._checked is None:
-            return
-        (states, values), current = self._checked, list(state.values())
-        is_same = len(current) == len(states) and all(map(operator.is_, current, states))
-        found = _values_of(states)
-        is_same = is_same and len(found) == len(values)
-        if not (is_same and all(map(operator.is_, found, values))):
-            self._checked = None
+        if self._checked is not None:
+            current = _objects_of(state)
+            is_same = len(current) == len(self._checked)
+            if not (is_same and all(map(operator.is_, current, self._checked))):
+                self._checked = None
 
     def mark_checked(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
         """Spares later steps the checks of state, as long as its tensors are the same objects."""
-        states = list(state.values())
-        self._checked = states, _values_of(states)
-        for param in params:
-            for value in state.get(param, {}).values():
-                if isinstance(value, Tensor):
-                    self._used[value] = None
-
-    def unused_zeros(self, state: MutableOptimizerState) -> dict[Tensor, dict[str, Tensor]]:
-        """State of zeros that no step has used; reads all that no step has used."""
-        return {
-            param: {
-                key: value
-                for key, value in own.items()
-                if key in (*KEYS, "step")
-                and isinstance(value, Tensor)
-                and value not in self._used
-                and _is_zero(value)
-            }
-            for param, own in state.items()
-            if isinstance(param, Tensor)
-        }
+        self._checked = _objects_of(state)
+        values = chain.from_iterable(state[p].values() for p in params if p in state)
+        self._used.update((value, None) for value in values if isinstance(value, Tensor))
 
     def note_zeros(self, state: MutableOptimizerState) -> None:
         """Notes the state of zeros that no step has used, and that a state dict is about to hold:
         a step must not read it to know."""
-        for unused in self.unused_zeros(state).values():
-            for value in unused.values():
-                self._zeros[value] = dtensors.raw_local(value)._version
+        for param, own in state.items():
+            for key in ALL_KEYS if isinstance(param, Tensor) else ():
+                value = own.get(key)
+                if isinstance(value, Tensor) and value not in self._used and _is_zero(value):
+                    self._zeros[value] = dtensors.raw_local(value)._version
+
+    def unwritten_zeros(self) -> list[Tensor]:
+        """The zeros that state dicts hold and nobody has written since."""
+        zeros = self._zeros.items()
+        return [value for value, version in zeros if dtensors.raw_local(value)._version == version]
 
     def drop_zeros(self, state: MutableOptimizerState) -> None:
-        """Drops zeros that state dicts hold, unless somebody has written them since, for
-        `create_missing` to make them anew."""
-        for param, own in state.items() if self._zeros else ():
-            for key, value in list(own.items()) if isinstance(param, Tensor) else ():
-                version = self._zeros.get(value) if isinstance(value, Tensor) else None
-                if version is not None and version == dtensors.raw_local(value)._version:
+        """Drops `unwritten_zeros`, for `create_missing` to make them anew."""
+        unwritten = set(map(id, self.unwritten_zeros()))
+        for param, own in state.items() if unwritten else ():
+            for key in ALL_KEYS if isinstance(param, Tensor) else ():
+                if id(own.get(key)) in unwritten:
                     del own[key]
-        self._zeros = WeakTensorKeyDictionary()
+        self._zeros.clear()
 
     @torch.inference_mode(False)  # state made under it could not be changed outside of it
     @torch.no_grad()
@@ -109,43 +93,36 @@ class StateStore:
         entries: Sequence[Sequence[Optional[Entry]]],
         settings: Settings,
     ) -> None:
-        """Creates whatever state is missing, on all ranks alike, and converts what has another
-        dtype than it should, as options and the parameter's dtype may be changed at any time.
+        """Creates whatever state is missing, on all ranks alike; drops what options no longer ask
+        for, from which no step goes on; and converts what has another dtype than it should.
 
-        All trainable parameters have state, and frozen ones that were trained before. State of the
-        other algorithm is dropped if ``use_muon`` of the group was changed: no step
-        goes on from it, and `load_state_dict` refuses it.
+        Options and the parameter's dtype may be changed at any time. All trainable parameters have
+        state, and frozen ones that were trained before.
         """
         on_host: list[tuple[dict[str, Tensor], str, Tensor, torch.device]] = []
         for group, group_entries in zip(groups, entries):
+            main = "momentum_buffer" if group.use_muon else "exp_avg"
             for param, entry in zip(group.params, group_entries):
-                keys, own = keys_of(group, param.dtype), state.get(param, {})
-                if "weight_residual" not in keys:
-                    # Steps without residuals go on from rounded weights: old residuals do not fit.
-                    own.pop("weight_residual", None)
-                # The key that every trained parameter has, of this algorithm and of the other.
-                main, other = "momentum_buffer", "exp_avg"
-                if not group.use_muon:
-                    main, other = other, main
-                if own.get(other) is not None:
-                    for key in ADAMW_KEYS if group.use_muon else MUON_KEYS:
-                        own.pop(key, None)
+                specs, own = specs_of(param, entry, group, settings), state.get(param, {})
+                for key in own.keys() & {*ALL_KEYS} - specs.keys():
+                    if key != "step" or group.use_muon:
+                        del own[key]
                 if not param.requires_grad and own.get(main) is None:
                     continue
                 own = state[param]
                 if not group.use_muon:
                     adamw.init_step(param, own, group)
                 destination = self._offload.destination(param, group.use_muon)
-                for key, spec in specs_of(param, entry, group, settings).items():
+                for key, spec in specs.items():
                     value = own.get(key)
-                    if value is not None and spec.dtype not in (None, value.dtype):
-                        self._offload.synchronize()
-                        own[key] = converted(value, spec.dtype, dtensors.local(value).device)
-                    elif value is None and key in keys:
-                        if destination is None:
-                            own[key] = zeros(spec, param)
-                        else:
-                            on_host.append((own, key, zeros(spec, param, META), destination))
+                    if value is not None:
+                        if spec.dtype not in (None, value.dtype):
+                            self._offload.synchronize()
+                            own[key] = converted(value, spec.dtype, dtensors.local(value).device)
+                    elif destination is None:
+                        own[key] = zeros(spec, param)
+                    else:
+                        on_host.append((own, key, zeros(spec, param, META), destination))
         self._offload.move_to_host(on_host)
         self._offload.offload_missing(state, ((p, g.use_muon) for g in groups for p in g.params))
 
@@ -160,14 +137,16 @@ class StateStore:
         if departed:
             self._offload.synchronize()
         for param in departed:
-            is_ours = state[param].keys() <= {*KEYS, "step"}
-            if is_ours and all(map(_is_zero, state[param].values())):
+            own = state[param]
+            if own.keys() <= {*ALL_KEYS} and all(map(_is_zero, own.values())):
                 del state[param]
 
 
-def _values_of(states: Iterable[Any]) -> list[Any]:
-    dicts = [state for state in states if isinstance(state, dict)]  # others are the user's
-    return list(chain.from_iterable(map(dict.values, dicts)))
+def _objects_of(state: MutableOptimizerState) -> list[Any]:
+    """What each parameter has in the state, and the values in that."""
+    states = list(state.values())
+    dicts = [own for own in states if isinstance(own, dict)]  # others are the user's
+    return [*states, *chain.from_iterable(map(dict.values, dicts))]
 
 
 def _is_zero(value: Tensor) -> bool:
