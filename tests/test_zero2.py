@@ -424,9 +424,8 @@ def init_state(
     """What a step makes first, of one AdamW parameter, with the replicas that divide it."""
     adamw.init_step(param, own, group)
     wide = SimpleNamespace(process_group=divided, divided=divided)
-    made = specs.specs_of(param, None, group, wide)
-    for key in specs.keys_of(group, param.dtype):
-        own[key] = specs.zeros(made[key], param)
+    for key, spec in specs.specs_of(param, None, group, wide).items():
+        own[key] = specs.zeros(spec, param)
 
 
 class Training:
