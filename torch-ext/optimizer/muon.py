@@ -595,7 +595,7 @@ class Muon(torch.optim.Optimizer):
         from .extras.summary import summarize
 
         layers = self._clip.find(groups)
-        clipped = {id(projection.param) for la in layers for projection in la.projections}
+        clipped = {id(param) for layer in layers for param in layer.params}
         return summarize(groups, survey, self._settings, self.cpu_offload, clipped)
 
     @_through_wrappers

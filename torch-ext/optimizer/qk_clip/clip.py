@@ -42,8 +42,7 @@ class Clipping:
         """Starts to take the maxima over ranks, of all layers at once; on all ranks alike."""
         for packed, logits in self.packed_logits:
             if packed.ranks is not None:
-                params = (projection.param for projection in packed.projections)
-                param = next(p for p in params if shared_with(p, settings) == packed.ranks)
+                param = next(p for p in packed.params if shared_with(p, settings) == packed.ranks)
                 group = process_groups.process_group(param, packed.ranks, settings.process_group)
                 self._works.append(max_over_ranks(logits, group))
 
@@ -116,7 +115,7 @@ class QKClip:
             )
         if self.config.unmatched:
             warn(f"clip_config: no layer was found for {quote(list(self.config.unmatched))}")
-        prefixes = {layer.prefix for layer in layers if layer.config.latent is None}
+        prefixes = {layer.prefix for layer in layers if layer.config.value_dim is None}
         for name in (name for group in groups for name in group.names or ()):
             prefix, _, norm = normalize_name(name).rpartition(".")[0].rpartition(".")
             if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
@@ -224,9 +223,10 @@ class QKClip:
             elif len(ranks) == 1 or dtensors.this_rank() not in ranks:
                 ranks = None
             else:
-                line = f"QK-Clip of layer {layer.key!r}: {layer.config}"
+                threshold = f"threshold {layer.config.threshold}"
+                line = f"QK-Clip of layer {layer.key!r}: {threshold}, {layer.config}"
                 self._notes.setdefault(ranks, []).append(line)
-            device = dtensors.compute_device(layer.projections[0].param)
+            device = dtensors.compute_device(layer.params[0])
             by_key.setdefault((ranks, device), []).append(layer)
         # All ranks go through their sets in one order.
         keys = sorted(by_key, key=lambda key: (*ranks_sort_key(key[0] or ()), str(key[1])))
@@ -284,7 +284,7 @@ def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
 
 def _ranks_of(layer: Layer, settings: Settings) -> Optional[tuple[int, ...]]:
     """All ranks that hold parts or replicas of a layer's projections."""
-    shared = (shared_with(projection.param, settings) for projection in layer.projections)
+    shared = (shared_with(param, settings) for param in layer.params)
     sets = {ranks for ranks in shared if ranks is not None}
     largest = max(sets, key=len, default=())
     for ranks in sets:
@@ -300,7 +300,7 @@ def _has_gradient(packed: PackedLayers) -> Tensor:
     """For each logit whether this rank has a gradient of its layer that is not all zeros, (n,)."""
     nonzero = []
     for layer in packed.layers:
-        grads = (projection.param.grad for projection in layer.projections)
+        grads = [param.grad for param in layer.params]
         local = [dtensors.local(grad) for grad in grads if grad is not None]
         counts = [torch.count_nonzero(grad).to(packed.device) for grad in local]
         nonzero.append(sum(counts, torch.zeros((), device=packed.device)).expand(layer.logits))

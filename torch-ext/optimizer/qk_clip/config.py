@@ -56,22 +56,15 @@ class LayerConfig:
     """How the attention logits of one layer are bounded."""
 
     threshold: float  # the largest logit that is left alone
-    head_dim: int  # rows of a query head, in latent attention both without and with rotation
-    plain_dim: int  # those without rotation, which are also the rows of a key head
-    # For each logit the head that it scales. None means all query heads, or for each query head the
-    # key head that it reads.
-    q_indices: Optional[tuple[int, ...]]
-    k_indices: Optional[tuple[int, ...]]
-    # Of multi-head latent attention, the rows of a head without rotation, with it, and of values.
-    latent: Optional[tuple[int, ...]]
+    plain_dim: int  # rows of a query head without rotation, which are also the rows of a key head
+    rotated_dim: int  # rows of a query head with rotation, in latent attention
+    value_dim: Optional[int]  # rows of values in latent attention; None in any other
+    # By side, "q" or "k", for each logit the head that it scales. None means all query heads, or
+    # for each query head the key head that it reads.
+    indices: Mapping[str, Optional[tuple[int, ...]]]
     # By the name of a projection the one of `KINDS` that it is like, or the rows of its query heads
     # and of its key heads in the notation of ``split``.
     row_map: Mapping[str, str]
-
-    def __str__(self) -> str:
-        dims = f"heads of {self.head_dim} rows" if self.latent is None else f"MLA {self.latent}"
-        heads = f"q_indices {self.q_indices}, k_indices {self.k_indices}"
-        return f"threshold {self.threshold}, {dims}, {heads}, {self.row_map}"
 
 
 class ClipConfig:
@@ -159,11 +152,11 @@ def _read(options: Any, where: str) -> Optional[LayerConfig]:
     for key, option in _OPTIONS.items():
         if key not in unused:
             option.check(f"{where}: {key}", given[key])
-    dims = [int(given[key]) for key in (_LATENT_DIMS if is_mla else ["head_dim"])]
-    q, k = (
-        None if given[key] is None else tuple(map(int, given[key]))
-        for key in ("q_indices", "k_indices")
-    )
+    indices = {
+        side: None if given[key] is None else tuple(map(int, given[key]))
+        for side, key in (("q", "q_indices"), ("k", "k_indices"))
+    }
+    q, k = indices.values()
     if q and k and len(q) != len(k):
         raise ValueError(
             f"{where}: q_indices lists {len(q)} heads and k_indices {len(k)}, but entry i of "
@@ -172,11 +165,10 @@ def _read(options: Any, where: str) -> Optional[LayerConfig]:
         )
     return LayerConfig(
         threshold=float(given["threshold"]),
-        head_dim=sum(dims[:2]),
-        plain_dim=dims[0],
-        q_indices=q,
-        k_indices=k,
-        latent=tuple(dims) if is_mla else None,
+        plain_dim=int(given["qk_nope_head_dim" if is_mla else "head_dim"]),
+        rotated_dim=int(given["qk_rope_head_dim"]) if is_mla else 0,
+        value_dim=int(given["v_head_dim"]) if is_mla else None,
+        indices=indices,
         row_map=_read_row_map(given["row_map"] or {}, f"{where}: row_map"),
     )
 
@@ -188,9 +180,9 @@ def _read_row_map(row_map: Mapping[Any, Any], where: str) -> dict[str, str]:
                 f"{where}[{name!r}] must be the notation of split, or one of {', '.join(KINDS)}, "
                 f"found {value!r}"
             )
-        try:
-            if value not in KINDS:
+        if value not in KINDS:
+            try:
                 split_notation.parse(value)
-        except ValueError as error:
-            raise ValueError(f"{where}[{name!r}]: {error}") from None
+            except ValueError as error:
+                raise ValueError(f"{where}[{name!r}]: {error}") from None
     return dict(row_map)

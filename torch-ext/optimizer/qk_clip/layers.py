@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from torch import Tensor
@@ -40,7 +40,6 @@ class Projection:
     number: Optional[int]  # the last number in the name
     is_bias: bool
     row_dims: int  # how many dimensions count rows
-    head_starts: HeadStarts = field(default_factory=dict)  # empty until the layer is configured
 
     @property
     def rows(self) -> int:
@@ -49,22 +48,24 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention whose logits are bounded."""
+    """An attention whose logits are bounded; ``heads`` and ``indices`` are by side."""
 
     key: LayerKey  # its number, or its prefix where another layer has the same number
     prefix: str  # FQN of what owns the projections
     number: Optional[int]  # the last number in their names
     config: LayerConfig
-    projections: tuple[Projection, ...]
-    q_heads: int  # how many heads have scales
-    k_heads: int
-    q_indices: tuple[int, ...]  # for each logit the head that it scales; one of both may be empty
-    k_indices: tuple[int, ...]
+    projections: tuple[tuple[Projection, HeadStarts], ...]
+    heads: Mapping[str, int]  # how many have scales
+    indices: Mapping[str, tuple[int, ...]]  # for each logit the head that it scales; one may be ()
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [projection.param for projection, _ in self.projections]
 
     @property
     def logits(self) -> int:
         """How many logits the layer takes."""
-        return max(len(self.q_indices), len(self.k_indices))
+        return max(map(len, self.indices.values()))
 
 
 @dataclass(frozen=True)
@@ -156,25 +157,13 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
         if layer_config is None:
             continue
         kinds = {*KINDS, *layer_config.row_map}
-        projections = [
-            replace(projection, head_starts=_head_starts(projection, layer_config))
-            for projection in projections
-            if projection.kind in kinds
-        ]
-        if projections:
-            heads = _count_heads(projections, layer_config)
-            q, k = _pair_heads(prefix, layer_config, heads)
-            bounded[key] = Layer(
-                key=key,
-                prefix=prefix,
-                number=number,
-                config=layer_config,
-                projections=tuple(projections),
-                q_heads=heads.get("q", 1 + max(q, default=-1)),
-                k_heads=heads.get("k", 1 + max(k, default=-1)),
-                q_indices=q,
-                k_indices=k,
-            )
+        placed = tuple((p, _head_starts(p, layer_config)) for p in projections if p.kind in kinds)
+        if placed:
+            heads = _count_heads(placed)
+            indices = _pair_heads(prefix, layer_config, heads)
+            for side, of_logits in indices.items():
+                heads.setdefault(side, 1 + max(of_logits, default=-1))
+            bounded[key] = Layer(key, prefix, number, layer_config, placed, heads, indices)
     return Layers(bounded, prefixes)
 
 
@@ -242,8 +231,9 @@ def _head_starts(projection: Projection, config: LayerConfig) -> HeadStarts:
     if kind not in SIDES:
         where = f"clip_config: row_map[{projection.kind!r}]: {name}"
         return _starts_by_axes(kind, rows, config, where)
-    size, meaning = config.head_dim, "head_dim"
-    if config.latent is None:
+    size, meaning = config.plain_dim + config.rotated_dim, "qk_nope_head_dim + qk_rope_head_dim"
+    if config.value_dim is None:
+        meaning = "head_dim"
         if kind in (*LATENT_QUERIES, *LATENT_KEYS):
             raise ValueError(
                 f"clip_config does not fit {name}, a projection of multi-head latent attention: "
@@ -256,9 +246,7 @@ def _head_starts(projection: Projection, config: LayerConfig) -> HeadStarts:
             "or None"
         )
     elif kind in LATENT_KEYS:
-        size, meaning = config.latent[0] + config.latent[2], "qk_nope_head_dim + v_head_dim"
-    else:
-        meaning = "qk_nope_head_dim + qk_rope_head_dim"
+        size, meaning = config.plain_dim + config.value_dim, "qk_nope_head_dim + v_head_dim"
     if rows % size:
         raise ValueError(
             f"clip_config does not fit {name}: {rows} rows are no heads of {meaning}={size}"
@@ -274,7 +262,8 @@ def _starts_by_axes(notation: str, rows: int, config: LayerConfig, where: str) -
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     starts: dict[str, list[int]] = {}
-    for side, size in ("q", config.head_dim), ("k", config.plain_dim):
+    for side, rotated in ("q", config.rotated_dim), ("k", 0):
+        size = config.plain_dim + rotated
         named = (part.indices() for part in parts if side in part.names)
         indices = sorted(itertools.chain.from_iterable(named))
         heads = [indices[at : at + size] for at in range(0, len(indices), size)]
@@ -287,32 +276,26 @@ def _starts_by_axes(notation: str, rows: int, config: LayerConfig, where: str) -
     return starts
 
 
-def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict[str, int]:
+def _count_heads(projections: Sequence[tuple[Projection, HeadStarts]]) -> dict[str, int]:
     """How many query heads and key heads a layer has, by side, on which its projections agree."""
     heads: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    by_side: dict[tuple[str, bool], Projection] = {}
-    weight_sides = {side for p in projections if not p.is_bias for side in p.head_starts}
-    for projection in projections:
+    by_side: dict[tuple[str, bool], str] = {}
+    weight_sides = {side for p, starts in projections if not p.is_bias for side in starts}
+    for projection, of_sides in projections:
         name, kind = projection.name, projection.kind
-        for side, starts in projection.head_starts.items():
+        for side, starts in of_sides.items():
             if heads.setdefault(side, len(starts)) != len(starts):
                 raise ValueError(
                     f"{name} has {len(starts)} heads, but other parameters of the layer have "
                     f"{heads[side]}"
                 )
-        size = sizes.setdefault(config.row_map.get(kind, kind), projection.rows)
-        if projection.rows != size:
+        other = by_side.setdefault((SIDES.get(kind, kind), projection.is_bias), name)
+        if other != name:
             raise ValueError(
-                f"{name} has {projection.rows} rows, but others of its projection {size}"
-            )
-        other = by_side.setdefault((SIDES.get(kind, kind), projection.is_bias), projection)
-        if other is not projection:
-            raise ValueError(
-                f"{other.name} and {name} would be clipped by the same logits; let clip_config be "
+                f"{other} and {name} would be clipped by the same logits; let clip_config be "
                 "a mapping from prefixes of names that gives only one of them a config"
             )
-        if projection.head_starts.keys() - weight_sides:
+        if of_sides.keys() - weight_sides:
             raise ValueError(
                 f"{name} would be clipped without its weight, which is not in the groups, or not "
                 f"as {kind}.weight or {kind}_weight: leave the layer alone, by None in clip_config"
@@ -322,16 +305,16 @@ def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict
 
 def _pair_heads(
     prefix: str, config: LayerConfig, heads: Mapping[str, int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> dict[str, tuple[int, ...]]:
     """For each logit its query head and its key head, as configured or as attention pairs them."""
-    q, k = config.q_indices, config.k_indices
-    q_heads, k_heads = heads.get("q"), heads.get("k")
-    for side, indices in (("q", q), ("k", k)):
+    for side, indices in config.indices.items():
         if indices and max(indices) >= heads.get(side, math.inf):
             raise ValueError(
                 f"clip_config: {side}_indices has head {max(indices)}, but {prefix} has "
                 f"{heads[side]}"
             )
+    q, k = config.indices.values()
+    q_heads, k_heads = heads.get("q"), heads.get("k")
     if q is None:
         if q_heads is None:
             raise ValueError(
@@ -344,13 +327,11 @@ def _pair_heads(
                 f"clip_config: k_indices lists {len(k)} key heads, but {prefix} has {len(q)} query "
                 "heads: list a key head once for each query head that reads it"
             )
-    if k is None:
-        k = ()
-        if k_heads is not None:
-            if not q_heads or q_heads % k_heads:
-                raise ValueError(
-                    f"clip_config: {q_heads} query heads of {prefix} can't share {k_heads} key "
-                    "heads evenly: give q_indices and k_indices, or mend head_dim"
-                )
-            k = tuple(head // (q_heads // k_heads) for head in q)
-    return q, k
+    if k is None and k_heads is not None:
+        if not q_heads or q_heads % k_heads:
+            raise ValueError(
+                f"clip_config: {q_heads} query heads of {prefix} can't share {k_heads} key "
+                "heads evenly: give q_indices and k_indices, or mend head_dim"
+            )
+        k = tuple(head // (q_heads // k_heads) for head in q)
+    return {"q": q, "k": k or ()}

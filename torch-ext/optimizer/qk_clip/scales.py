@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from ..distributed import dtensors, regions
 from ..distributed.collectives import max_over_ranks
 from ..distributed.dtensors import this_rank
-from .layers import Layer, Logits, Projection
+from .config import LayerConfig
+from .layers import HeadStarts, Layer, Logits, Projection
 
 
 class PackedLayers:
@@ -38,50 +39,55 @@ class PackedLayers:
         self, layers: Sequence[Layer], ranks: Optional[tuple[int, ...]], device: torch.device
     ):
         self.layers = layers
-        self.projections = [p for layer in layers for p in layer.projections]
+        self.params = [param for layer in layers for param in layer.params]
         self.device = device
         self.ranks = ranks
         self.logit_counts = [layer.logits for layer in layers]
-        dtypes = (projection.param.dtype for projection in self.projections)
+        dtypes = (param.dtype for param in self.params)
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
         self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
-        self._heads = sum(layer.q_heads + layer.k_heads for layer in layers)
+        self._heads = sum(sum(layer.heads.values()) for layer in layers)
         self._shapes: list[tuple[int, ...]] = []  # of projections' scales, as they broadcast
         pairs: list[tuple[int, int]] = []  # of a logit and a head that it scales
         scale_indices: list[Tensor] = []
         first_logit = first_query = 0
         for layer in layers:
-            first_key = first_query + layer.q_heads
-            pairs += [(first_logit + i, first_query + q) for i, q in enumerate(layer.q_indices)]
-            pairs += [(first_logit + i, first_key + k) for i, k in enumerate(layer.k_indices)]
-            for projection in layer.projections:
-                local = self._index_local_rows(projection, layer, first_query)
+            first_heads = {"q": first_query, "k": first_query + layer.heads["q"]}
+            for side, heads in layer.indices.items():
+                pairs += [
+                    (first_logit + i, first_heads[side] + head) for i, head in enumerate(heads)
+                ]
+            for projection, starts in layer.projections:
+                local = self._index_local_rows(projection, starts, layer.config, first_heads)
                 scale_indices.append(local.flatten())
                 columns = projection.param.ndim - projection.row_dims
                 self._shapes.append((*local.shape, *(1,) * columns))
             first_logit += layer.logits
-            first_query = first_key + layer.k_heads
+            first_query += sum(layer.heads.values())
         pairs_table = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
         self._pairs = pairs_table.to(device, non_blocking=True)
         self._scale_index = torch.cat(scale_indices).to(torch.int32).to(device, non_blocking=True)
 
-    def _index_local_rows(self, projection: Projection, layer: Layer, first_query: int) -> Tensor:
+    def _index_local_rows(
+        self,
+        projection: Projection,
+        starts: HeadStarts,
+        config: LayerConfig,
+        first_heads: Mapping[str, int],
+    ) -> Tensor:
         """For each row that this rank holds of a projection, the index of its scale in a table.
 
         The table has a scale for each head, then one for its rotated rows, then 1, for other rows.
         """
-        head_indices = torch.arange(first_query, first_query + layer.q_heads + layer.k_heads)
-        plain = torch.arange(layer.config.plain_dim)
-        rotated = torch.arange(layer.config.plain_dim, layer.config.head_dim)
-        q, k = (
-            torch.tensor(projection.head_starts.get(side, ()), dtype=torch.int64)[:, None]
-            for side in ("q", "k")
-        )
         rows = torch.full((projection.rows,), 2 * self._heads)
-        rows[q + plain] = head_indices[: len(q), None]
-        rows[q + rotated] = self._heads + head_indices[: len(q), None]
-        rows[k + plain] = head_indices[layer.q_heads :, None][: len(k)]
+        for side, of_heads in starts.items():
+            heads = first_heads[side] + torch.arange(len(of_heads))[:, None]
+            first_rows = torch.tensor(of_heads, dtype=torch.int64)[:, None]
+            rows[first_rows + torch.arange(config.plain_dim)] = heads
+            if side == "q":
+                rotated = config.plain_dim + torch.arange(config.rotated_dim)
+                rows[first_rows + rotated] = self._heads + heads
         shape, dims = projection.param.shape, projection.row_dims
         sharding = dtensors.sharding_of(projection.param)
         whole = regions.whole(shape)
@@ -102,7 +108,7 @@ class PackedLayers:
         table = torch.cat([least.sqrt(), least, gamma.new_ones(1)])
         numels = [math.prod(shape) for shape in self._shapes]
         scales = table.index_select(0, self._scale_index).split(numels)
-        ids = (id(projection.param) for projection in self.projections)
+        ids = map(id, self.params)
         return {key: part.view(shape) for key, part, shape in zip(ids, scales, self._shapes)}
 
     def is_clipped(self, logits: Tensor) -> Tensor:

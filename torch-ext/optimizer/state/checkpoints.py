@@ -89,11 +89,9 @@ def _read_state(saved: Any, saved_id: Any) -> dict[str, Any]:
         step = state["step"]
         count = step_count(step)
         if count is None:
+            where = f"step of parameter {saved_id!r} in the checkpoint"
             value = tuple(getattr(step, "shape", ())) or repr(step)
-            raise ValueError(
-                f"step of parameter {saved_id!r} in the checkpoint must be one number, found "
-                f"{value}"
-            )
+            raise ValueError(f"{where} must be one number, found {value}")
         if not isinstance(step, Tensor) or step.ndim or step.dtype != torch.float32:
             state["step"] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
     return state

@@ -137,8 +137,8 @@ class Rounding:
         weights, residual = dtensors.local(param), self.residuals[param]
         self._offload.synchronize()
         kept = dtensors.local(residual).to(weights.device)
-        if dtensors.is_dtensor(residual) and not dtensors.is_dtensor(param):  # divided by replicas
-            kept = dtensors.with_local(residual, kept).full_tensor()  # type: ignore[attr-defined]
+        if not dtensors.is_dtensor(param):
+            kept = dtensors.gathered(kept, residual)  # which replicas may divide
         (exact,) = widen([weights], [as_int16(kept)])
         placed = dtensors.mesh_placements_of(param)
         if placed is None:
@@ -150,11 +150,9 @@ class Rounding:
         weights, residual = dtensors.local(param), self.residuals[param]
         rounded_off = torch.empty_like(weights, dtype=torch.int16)
         round_into([dtensors.local(value).to(weights.device, copy=True)], [weights], [rounded_off])
-        if dtensors.is_dtensor(residual) and not dtensors.is_dtensor(param):
-            sharding = dtensors.sharding_of(residual)
-            assert sharding is not None
-            region = sharding.region(param.shape, dtensors.this_rank())
-            rounded_off = rounded_off[regions.slices(region)]
+        divided = dtensors.mesh_placements_of(residual)
+        if divided is not None and not dtensors.is_dtensor(param):
+            rounded_off = dtensors.local(dtensors.shard_tensor(rounded_off, divided))
         self._offload.synchronize()  # a copy on its way would undo what is written, as in `begin`
         as_int16(dtensors.local(residual)).copy_(rounded_off)
         torch.autograd.graph.increment_version(param)
