@@ -26,7 +26,7 @@ from .parameters.names import counted, find_name, state_dict_key
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
 from .qk_clip.clip import QKClip
-from .qk_clip.config import ClipConfig
+from .qk_clip.config import read_config
 from .qk_clip.layers import Logits
 from .state import checkpoints, integrity
 from .state.rounding import Rounding
@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
         self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
         self._settings.validate()
         self._load: object = None  # tells the last load from earlier ones
-        clip = QKClip(None if clip_config is None else ClipConfig(clip_config))
+        clip = QKClip(None if clip_config is None else read_config(clip_config))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []

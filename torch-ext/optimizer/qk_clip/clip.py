@@ -20,7 +20,7 @@ from ..parameters.survey import Survey, shared_with
 from ..parameters.validation import warn
 from .config import ClipConfig, LayerKey
 from .layers import Layer, Layers, Logits, find_layers, quote
-from .scales import PackedLayers, ReducedLogits, concatenate_logits, read_layer_logits
+from .scales import PackedLayers, ReducedLogits
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class QKClip:
         self.config = config
         self.recorder: Any = None
         self.next_logits: Optional[Logits] = None
-        self._warned: set[str] = set()  # of what, since each warning comes once
+        self._warned: set[str] = set()  # each warning comes once
         self._survey: Optional[Survey] = None  # the one that the layers were packed from
         self._packed_layers: list[PackedLayers] = []
         self._layers = Layers({}, {})
@@ -107,15 +107,16 @@ class QKClip:
         """Checks as `find` does, and warns where QK-Clip has no effect, or may miss a parameter."""
         if self.config is None:
             return
-        layers = self.find(groups)
-        if not layers:
+        layers = find_layers(groups, self.config)
+        if not layers.bounded:
             warn(
                 "clip_config: no query or key projection was found among the names of parameters; "
                 "give other names in row_map"
             )
-        if self.config.unmatched:
-            warn(f"clip_config: no layer was found for {quote(list(self.config.unmatched))}")
-        prefixes = {layer.prefix for layer in layers if layer.config.value_dim is None}
+        if layers.unmatched:
+            warn(f"clip_config: no layer was found for {quote(layers.unmatched)}")
+        bounded = layers.bounded.values()
+        prefixes = {layer.prefix for layer in bounded if layer.config.value_dim is None}
         for name in (name for group in groups for name in group.names or ()):
             prefix, _, norm = normalize_name(name).rpartition(".")[0].rpartition(".")
             if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
@@ -167,23 +168,22 @@ class QKClip:
             return None
         is_recorded = given is None  # and may have layers that this optimizer does not train
         only_with_gradient = is_dry and qk_logits is None
-        if survey is not self._survey:
+        is_new = survey is not self._survey
+        if is_new:
             self._pack_layers(find_layers(groups, self.config), survey, settings)
-            if is_recorded:
-                _warn_of_unknown(self._layers.unknown_names(logits), groups)
-        by_layer = self._layers.match(logits, pass_over_unknown=is_recorded)
+        by_layer, unknown = self._layers.match(logits, pass_over_unknown=is_recorded)
+        if is_new:
+            _warn_of_unknown(unknown, groups)
         if self._unshared and dtensors.world_size() > 1 and not isinstance(logits, ReducedLogits):
             self._warn_once(
                 f"QK-Clip: the weights of {quote(self._unshared)} are plain tensors, which the "
                 "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
                 "they see other logits, and their weights diverge: give Muon their process_group, "
-                "or step() logits that were reduced, qk_clip.reduce_qk_logits(logits)",
-                of="ranks",
+                "or step() logits that were reduced, qk_clip.reduce_qk_logits(logits)"
             )
         packed_logits = []
         for packed in self._packed_layers:
-            parts = [read_layer_logits(by_layer[la.key], la, packed) for la in packed.layers]
-            vector = concatenate_logits(parts, packed.dtype, packed.device)
+            vector = packed.read_logits(by_layer)
             if only_with_gradient:
                 vector = torch.where(_has_gradient(packed), vector, -math.inf)
             packed_logits.append((packed, vector))
@@ -195,20 +195,18 @@ class QKClip:
         if logits is None:
             self._warn_once(
                 f"{given}step() got no qk_logits, so nothing is clipped: give it some, call "
-                "set_qk_logits() before, or set qk_recorder",
-                of="logits",
+                "set_qk_logits() before, or set qk_recorder"
             )
         elif isinstance(logits, Mapping) and logits and all(v is None for v in logits.values()):
             self._warn_once(
                 f"{given}qk_logits has no logits of any layer, so nothing is clipped: does "
                 "qk_recorder hook the model that is trained, or was it removed, or replaced by "
-                "another?",
-                of="logits",
+                "another?"
             )
 
-    def _warn_once(self, problem: str, of: str) -> None:
-        if of not in self._warned:
-            self._warned.add(of)
+    def _warn_once(self, problem: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
             warn(problem)
 
     def _pack_layers(self, layers: Layers, survey: Survey, settings: Settings) -> None:

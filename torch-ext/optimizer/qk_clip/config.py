@@ -67,65 +67,32 @@ class LayerConfig:
     row_map: Mapping[str, str]
 
 
-class ClipConfig:
-    """How logits are bounded: in all layers alike, or in each by options of its own.
+# By a layer's number or the beginning of its name, or by None for all layers that have no other.
+ClipConfig = Mapping[Optional[LayerKey], Optional[LayerConfig]]
 
-    Args:
-        clip_config: options of all layers, or a mapping from layers to options or None.
 
-    Attributes:
-        row_map_names: names of projections, beside `KINDS`, that a `row_map` may have.
-        unmatched: keys of ``clip_config`` that no layer has had so far.
+def read_config(clip_config: Any) -> ClipConfig:
+    """Reads ``clip_config``: options of all layers, or a mapping from layers to options or None.
 
     Raises:
         ValueError: unknown or missing options, or wrong ones.
     """
-
-    def __init__(self, clip_config: Any):
-        # By a layer's number or the beginning of its name, or by None for all layers.
-        self._configs: dict[Optional[LayerKey], Optional[LayerConfig]] = {}
-        if not isinstance(clip_config, Mapping):
+    if not isinstance(clip_config, Mapping):
+        raise ValueError(
+            "clip_config must be a dict of options, or a mapping from layers to such dicts, "
+            f"found {clip_config!r}"
+        )
+    if not clip_config or any(key in _OPTIONS for key in clip_config):
+        return {None: _read(clip_config, "clip_config")}
+    configs: dict[Optional[LayerKey], Optional[LayerConfig]] = {}
+    for key, options in clip_config.items():
+        if not (isinstance(key, str) or is_int(key)):
             raise ValueError(
-                "clip_config must be a dict of options, or a mapping from layers to such dicts, "
-                f"found {clip_config!r}"
+                f"clip_config has a key {key!r}, which is neither the number of a layer nor a name"
             )
-        if not clip_config or any(key in _OPTIONS for key in clip_config):
-            self._configs[None] = _read(clip_config, "clip_config")
-        else:
-            for key, options in clip_config.items():
-                if not (isinstance(key, str) or is_int(key)):
-                    raise ValueError(
-                        f"clip_config has a key {key!r}, which is neither the number of a layer "
-                        "nor a name"
-                    )
-                layer = normalize_name(key) if isinstance(key, str) else int(key)
-                self._configs[layer] = _read(options, f"clip_config[{key!r}]")
-        self.unmatched = {key for key in self._configs if key is not None}
-        configs = filter(None, self._configs.values())
-        self.row_map_names = {name for config in configs for name in config.row_map}
-
-    def layer_config(
-        self, number: Optional[int], prefix: str, is_only: bool
-    ) -> Optional[LayerConfig]:
-        """The configuration of a layer; None where the layer is left alone.
-
-        Args:
-            number: the last number in its name.
-            prefix: FQN of its attention.
-            is_only: whether no other layer has that number.
-        """
-        parts = prefix.split(".")
-        names = [number, *(".".join(parts[:size]) for size in range(len(parts), 0, -1))]
-        name = next((name for name in names if name in self._configs), None)
-        if name is None:
-            return self._configs.get(None)
-        if name == number and not is_only:
-            raise ValueError(
-                f"clip_config[{number}]: there are several layers of this number, one of them "
-                f"{prefix!r}; tell them by such prefixes of names"
-            )
-        self.unmatched.discard(name)
-        return self._configs[name]
+        layer = normalize_name(key) if isinstance(key, str) else int(key)
+        configs[layer] = _read(options, f"clip_config[{key!r}]")
+    return configs
 
 
 def _read(options: Any, where: str) -> Optional[LayerConfig]:

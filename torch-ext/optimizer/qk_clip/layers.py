@@ -74,9 +74,12 @@ class Layers:
 
     bounded: Mapping[LayerKey, Layer]  # whose logits are bounded
     prefixes: Mapping[LayerKey, str]  # of all layers
+    unmatched: Sequence[LayerKey] = ()  # keys of ``clip_config`` that no layer has
 
-    def match(self, logits: Logits, pass_over_unknown: bool) -> dict[LayerKey, Any]:
-        """Maps the key of each bounded layer to its logits.
+    def match(
+        self, logits: Logits, pass_over_unknown: bool
+    ) -> tuple[dict[LayerKey, Any], list[Any]]:
+        """The logits of each bounded layer by its key, and names in ``logits`` of no known layer.
 
         Raises:
             ValueError: layers that lack logits, or, unless they are passed over, unknown layers.
@@ -86,33 +89,32 @@ class Layers:
                 f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
             )
         matched: dict[LayerKey, Any] = {}
+        unknown = []
         for name, value in logits.items():
             key = self._key_of(name)
             if key is None:
-                if pass_over_unknown:
-                    continue
-                raise ValueError(
-                    f"qk_logits has {name!r}, where this optimizer has no query and key "
-                    f"projections; it has them in {quote(list(self.prefixes)) or 'no layer'}"
-                )
-            if key in matched:
+                unknown.append(name)
+            elif key in matched:
                 raise ValueError(f"qk_logits has the layer {self.prefixes[key]!r} twice")
-            if key in self.bounded:
+            elif key in self.bounded:
                 matched[key] = value
+        if unknown and not pass_over_unknown:
+            raise ValueError(
+                f"qk_logits has {unknown[0]!r}, where this optimizer has no query and key "
+                f"projections; it has them in {quote(list(self.prefixes)) or 'no layer'}"
+            )
         missing = [key for key in self.bounded if key not in matched]
         if missing:
-            unknown = self.unknown_names(logits)  # as where a recorder's module is not the model
-            names = quote([self.prefixes[key] for key in missing])
-            remedy = f". The recorder has {quote(unknown)}, not {names}: make it of the same module"
+            remedy = ""
+            if unknown:  # as where a recorder's module is not the model
+                names = quote([self.prefixes[key] for key in missing])
+                found = f". The recorder has {quote(unknown)}, not {names}"
+                remedy = f"{found}: make it of the same module"
             raise ValueError(
                 f"qk_logits lacks layers {quote(missing)}: give those of all layers, or None in "
-                f"clip_config for layers to leave alone{remedy if unknown else ''}"
+                f"clip_config for layers to leave alone{remedy}"
             )
-        return matched
-
-    def unknown_names(self, logits: Logits) -> list[Any]:
-        """The keys of ``logits`` that name no layer, bounded or unbounded."""
-        return [name for name in logits if self._key_of(name) is None]
+        return matched, unknown
 
     def _key_of(self, name: Any) -> Optional[LayerKey]:
         """The key of the layer that ``name`` means: its key, number, prefix, or how that begins."""
@@ -121,7 +123,7 @@ class Layers:
         if isinstance(name, str):
             start, prefixes = normalize_name(name), self.prefixes.items()
             keys = [key for key, prefix in prefixes if prefix == start]
-            keys = keys or [key for key, prefix in prefixes if prefix.startswith(f"{start}.")]
+            keys = keys or [key for key, prefix in prefixes if _begins(prefix, start)]
         else:
             keys = [key for key, layer in self.bounded.items() if layer.number == name]
         if len(keys) > 1:
@@ -145,15 +147,17 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
         ValueError: no names; a configuration that does not fit a projection; two parameters that
             play the same part in one layer.
     """
-    attentions = _by_attention(_projections(groups, {*KINDS, *config.row_map_names}))
-    numbers = [projections[0].number for projections in attentions.values()]
-    are_keys = None not in numbers and len(set(numbers)) == len(numbers)
+    row_maps = (layer_config.row_map for layer_config in config.values() if layer_config)
+    attentions = _by_attention(_projections(groups, {*KINDS}.union(*row_maps)))
+    numbers = {prefix: projections[0].number for prefix, projections in attentions.items()}
+    are_keys = None not in numbers.values() and len({*numbers.values()}) == len(numbers)
+    configs, unmatched = _configs_of(numbers, config)
     bounded: dict[LayerKey, Layer] = {}
     prefixes: dict[LayerKey, str] = {}
-    for (prefix, projections), number in zip(attentions.items(), numbers):
+    for prefix, projections in attentions.items():
+        number, layer_config = numbers[prefix], configs[prefix]
         key: Any = number if are_keys else prefix
         prefixes[key] = prefix
-        layer_config = config.layer_config(number, prefix, numbers.count(number) == 1)
         if layer_config is None:
             continue
         kinds = {*KINDS, *layer_config.row_map}
@@ -164,7 +168,39 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
             for side, of_logits in indices.items():
                 heads.setdefault(side, 1 + max(of_logits, default=-1))
             bounded[key] = Layer(key, prefix, number, layer_config, placed, heads, indices)
-    return Layers(bounded, prefixes)
+    return Layers(bounded, prefixes, unmatched)
+
+
+def _configs_of(
+    numbers: Mapping[str, Optional[int]], config: ClipConfig
+) -> tuple[dict[str, Optional[LayerConfig]], list[LayerKey]]:
+    """The configuration of each layer by its prefix, and the keys of ``config`` that no layer has.
+
+    ``numbers`` are those of all layers. Of several keys that name a layer, its number counts, else
+    the longest.
+    """
+    configs: dict[str, Optional[LayerConfig]] = dict.fromkeys(numbers, config.get(None))
+    unmatched: list[LayerKey] = []
+    names = [name for name in config if name is not None]
+    for name in sorted(names, key=lambda name: (not isinstance(name, str), len(str(name)))):
+        if isinstance(name, str):
+            named = [prefix for prefix in numbers if _begins(prefix, name)]
+        else:
+            named = [prefix for prefix, number in numbers.items() if number == name]
+            if len(named) > 1:
+                raise ValueError(
+                    f"clip_config[{name}]: there are several layers of this number, one of them "
+                    f"{named[0]!r}; tell them by such prefixes of names"
+                )
+        configs.update(dict.fromkeys(named, config[name]))
+        if not named:
+            unmatched.append(name)
+    return configs, unmatched
+
+
+def _begins(prefix: str, start: str) -> bool:
+    """Whether a name begins with all components of another one."""
+    return f"{prefix}.".startswith(f"{start}.")
 
 
 def _projections(groups: Sequence[Group], kinds: set[str]) -> Iterator[Projection]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..distributed import dtensors, regions
 from ..distributed.collectives import max_over_ranks
 from ..distributed.dtensors import this_rank
-from .config import LayerConfig
+from .config import LayerConfig, LayerKey
 from .layers import HeadStarts, Layer, Logits, Projection
 
 
@@ -94,6 +94,16 @@ class PackedLayers:
         region = whole if sharding is None else sharding.region(shape, this_rank())
         return rows.view(shape[:dims])[regions.slices(region[:dims])]
 
+    def read_logits(self, by_layer: Mapping[LayerKey, Any]) -> Tensor:
+        """The logits of all layers, (n,); −inf for those that this rank does not have.
+
+        Raises:
+            ValueError: logits that are not one number for each head, or lie on another device, or
+                are a DTensor whose maximum can't be taken over the ranks that share the weights.
+        """
+        parts = (self._layer_logits(by_layer[layer.key], layer) for layer in self.layers)
+        return concatenate_logits(parts, self.dtype, self.device)
+
     def scales(self, logits: Tensor) -> dict[int, Tensor]:
         """The factors of the local rows of each projection, by id of its parameter.
 
@@ -114,59 +124,42 @@ class PackedLayers:
     def is_clipped(self, logits: Tensor) -> Tensor:
         return (logits > self.thresholds) & (logits < math.inf)
 
-
-def read_layer_logits(value: Any, layer: Layer, packed: PackedLayers) -> Tensor:
-    """Checks and returns a layer's logits, (n,), with −inf for those that only other ranks have.
-
-    Raises:
-        ValueError: logits that are not one number for each head, or lie on another device, or are a
-            DTensor whose maximum can't be taken over the ranks that share the weights.
-    """
-    where = f"qk_logits of layer {layer.key!r}"
-    if value is None:  # this rank has seen no attention of the layer
-        return torch.full((layer.logits,), -math.inf, dtype=packed.dtype)
-    if not isinstance(value, Tensor):
-        try:
-            value = torch.tensor(value, dtype=packed.dtype)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
+    def _layer_logits(self, value: Any, layer: Layer) -> Tensor:
+        where = f"qk_logits of layer {layer.key!r}"
+        if value is None:  # this rank has seen no attention of the layer
+            return torch.full((layer.logits,), -math.inf, dtype=self.dtype)
+        if not isinstance(value, Tensor):
+            try:
+                value = torch.tensor(value, dtype=self.dtype)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                raise ValueError(
+                    f"{where} must be a tensor (heads,) or a list of numbers, found {value!r}"
+                ) from None
+        if value.shape != (layer.logits,):
             raise ValueError(
-                f"{where} must be a tensor (heads,) or a list of numbers, found {value!r}"
-            ) from None
-    if value.shape != (layer.logits,):
-        raise ValueError(
-            f"{where} have shape {tuple(value.shape)}, where {(layer.logits,)} is needed: the "
-            "largest logit of each head in q_indices, or of every query head; of the heads that a "
-            "rank has under tensor parallelism, a DTensor that says which, Shard(0)"
-        )
-    if value.is_complex() or value.dtype == torch.bool:
-        raise ValueError(f"{where} are {value.dtype}, no real numbers")
-    interval = (0, layer.logits)
-    if dtensors.is_dtensor(value):
-        interval = _local_interval(value, where, packed)
-    local = dtensors.local(value)
-    if local.device not in (packed.device, torch.device("cpu")):
-        raise ValueError(f"{where} are on {local.device}, but its weights on {packed.device}")
-    if interval == (0, layer.logits):
-        return local
-    vector = local.new_full((layer.logits,), -math.inf, dtype=packed.dtype)
-    vector[slice(*interval)] = local
-    return vector
-
-
-def _local_interval(value: Tensor, where: str, packed: PackedLayers) -> regions.Interval:
-    """Which of the logits of a DTensor this rank holds."""
-    placements = value.placements  # type: ignore[attr-defined]
-    if any(p.is_partial() and p.reduce_op != "max" for p in placements):
-        raise ValueError(f"{where} are {dtensors.describe(value)}; the maximum is needed")
-    others = set(dtensors.ranks_of(value) or ()) - set(packed.ranks or (this_rank(),))
-    if others and not all(p.is_replicate() for p in placements):
-        raise ValueError(
-            f"{where} are {dtensors.describe(value)}, but their weights are not shared with ranks "
-            f"{sorted(others)}: give logits.full_tensor()"
-        )
-    sharding = dtensors.sharding_of(value)
-    assert sharding is not None
-    return sharding.region(value.shape, this_rank())[0]
+                f"{where} have shape {tuple(value.shape)}, where {(layer.logits,)} is needed: the "
+                "largest logit of each head in q_indices, or of every query head; of the heads "
+                "that a rank has under tensor parallelism, a DTensor that says which, Shard(0)"
+            )
+        if value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"{where} are {value.dtype}, no real numbers")
+        local, sharding = dtensors.local(value), dtensors.sharding_of(value)
+        if local.device not in (self.device, torch.device("cpu")):
+            raise ValueError(f"{where} are on {local.device}, but its weights on {self.device}")
+        if sharding is None:
+            return local
+        placements = value.placements
+        if any(p.is_partial() and p.reduce_op != "max" for p in placements):
+            raise ValueError(f"{where} are {dtensors.describe(value)}; the maximum is needed")
+        others = set(sharding.ranks) - set(self.ranks or (this_rank(),))
+        if others and not all(p.is_replicate() for p in placements):
+            raise ValueError(
+                f"{where} are {dtensors.describe(value)}, but their weights are not shared with "
+                f"ranks {sorted(others)}: give logits.full_tensor()"
+            )
+        vector = local.new_full((layer.logits,), -math.inf, dtype=self.dtype)
+        vector[regions.slices(sharding.region(value.shape, this_rank()))] = local
+        return vector
 
 
 def concatenate_logits(
