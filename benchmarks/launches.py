@@ -63,7 +63,7 @@ def cpu_as_accelerator() -> Iterator[None]:
 
     limits = module("distributed.limits")
     iteration, survey = module("newton_schulz.iteration"), module("parameters.survey")
-    configs, symmetric = module("triton_kernels.configs"), module("triton_kernels.symmetric")
+    launching, symmetric = module("triton_kernels.launching"), module("triton_kernels.symmetric")
     normalization = module("newton_schulz.normalization")
     by_cpus = (
         *(limits.BATCH_BYTES, limits.CHUNK_BYTES),
@@ -74,13 +74,13 @@ def cpu_as_accelerator() -> Iterator[None]:
         return recipe(*options[:-2], CUDA, options[-1], **more)
 
     recipe = survey.recipe_for
-    h100 = configs.CompileTarget("NVIDIA H100", "sm_90", "cuda", processors=132)
+    h100 = launching.CompileTarget("NVIDIA H100", "sm_90", "cuda", processors=132)
     with ExitStack() as stack:
         for owner, name, value in (
             (survey, "recipe_for", recipe_for),
             (iteration, "recipe_for", recipe_for),
             (module("triton_kernels"), "is_used_on", lambda device_type: True),
-            (configs, "compile_target", lambda device: h100),
+            (launching, "compile_target", lambda device: h100),
             (symmetric, "INTERPRETED", True),  # else it refuses CPUs
             (dist, "all_to_all_single", _untouched(dist.all_to_all_single)),
         ):

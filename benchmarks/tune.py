@@ -4,7 +4,7 @@
 
 For each size, every candidate is timed with a cold L2 cache beside torch.bmm of the full product,
 and beside the configuration that is looked up so far; its result is compared with bmm's. Where some
-are faster than that one, the device's entries of `MEASURED` in triton_kernels/configs.py are
+are faster than that one, the device's entries of `MEASURED` in triton_kernels/launching.py are
 printed, those of other sizes included: put them there, and `make build` puts them into the kernel.
 A configuration is looked up there by the nearest size, and nothing is timed while training.
 
@@ -264,7 +264,7 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     device = accelerator.type if accelerator else "cpu"
     optimizer = load_kernel()
-    configs = import_module(f"{optimizer.__name__}.triton_kernels.configs")
+    launching = import_module(f"{optimizer.__name__}.triton_kernels.launching")
     symmetric = import_module(f"{optimizer.__name__}.triton_kernels.symmetric")
     end = time.monotonic() + arguments.seconds
     from triton.testing import do_bench  # clears the L2 cache before every run
@@ -277,13 +277,13 @@ def main() -> int:
         return math.nan
 
     where = torch.empty(0, device=device).device  # with its index
-    target = configs.compile_target(where)
+    target = launching.compile_target(where)
     sizes = SHORT_SIZES if arguments.short else SIZES
     findings: list[Finding] = []
     dtypes = arguments.dtypes or (("float16",) if arguments.short else DTYPES)
-    kept = configs.MEASURED.get(target.device, {})
+    kept = launching.MEASURED.get(target.device, {})
     untuned = {
-        (dtype, *size): configs.choose(getattr(torch, dtype), *size, True, target)
+        (dtype, *size): launching.choose(getattr(torch, dtype), *size, True, target)
         for dtype in dtypes
         for size in SIZES
     }
@@ -294,7 +294,7 @@ def main() -> int:
             if time.monotonic() > end:
                 left_out.append(f"no time was left for {size} in {dtype}")
                 continue
-            current = configs.choose(getattr(torch, dtype), *size, True, target)
+            current = launching.choose(getattr(torch, dtype), *size, True, target)
             about = current, device, target.architecture, clock, arguments, end
             try:
                 findings.append(tune(symmetric, size, dtype, *about))
@@ -311,7 +311,7 @@ def main() -> int:
     elif not any(finding.is_better for finding in findings):
         print("Nothing is faster than what is looked up so far.")
     else:
-        print("For `MEASURED` in torch-ext/optimizer/triton_kernels/configs.py:\n")
+        print("For `MEASURED` in torch-ext/optimizer/triton_kernels/launching.py:\n")
         print(text_of(target.device, entries_of(findings, kept, untuned)))
     print("".join(f"not tuned: {why}\n" for why in left_out), end="")
     return 1 if any(finding.wrong for finding in findings) else status

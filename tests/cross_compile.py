@@ -81,7 +81,7 @@ def elementwise_calls() -> None:
     plain = {"momentum": 0.9, "weight": 1.0, "nesterov": True}
     sent = out.half()
     elementwise.update_momentum([B], [G], [out], **plain)
-    elementwise.update_momentum([G], [G], [out], wanted=False, **plain)
+    elementwise.update_momentum([G], [G], None, **plain)
     elementwise.update_momentum([B[:, 1:]], [G[:, 1:]], [out[:, 1:]], **plain)
     rates = {"rate": 0.1, "decay": 0.01}
     on_device = {"rate": number, "decay": number, "factors": [factor]}

@@ -57,9 +57,9 @@ def put_there() -> None:
 
     GridExecutor.__call__ = on_what_is_held
     elementwise.launches = of_the_device
-    configs = import_module(f"{kernels}.configs")
-    h100 = configs.CompileTarget("NVIDIA H100 80GB HBM3", "sm_90", "cuda", 132)
-    configs.compile_target = lambda device: h100
+    launching = import_module(f"{kernels}.launching")
+    h100 = launching.CompileTarget("NVIDIA H100 80GB HBM3", "sm_90", "cuda", 132)
+    launching.compile_target = lambda device: h100
 
 
 def held(value: Any) -> Any:

@@ -25,9 +25,9 @@ import tune
 
 pytest.importorskip("triton")
 
-configs, logit_maxima = (
+launching, logit_maxima = (
     import_module(f"{optimizer.__name__}.triton_kernels.{name}")
-    for name in ("configs", "logit_maxima")
+    for name in ("launching", "logit_maxima")
 )
 
 PROCESSES = 2
@@ -72,7 +72,7 @@ def symmetric_cases(chip: Chip) -> list[Case]:
     """
     cases = {}
     for dtype in ("bfloat16", "float16", "float32"):
-        for rule in configs.rules_of(getattr(torch, dtype), chip.architecture, chip.backend):
+        for rule in launching.rules_of(getattr(torch, dtype), chip.architecture, chip.backend):
             config = rule.config
             key = f"{chip.architecture}-symmetric-{config.block}x{config.block_k}"
             uses_matrices = dtype != "float32" or chip.has_fp32_matrices
@@ -93,7 +93,7 @@ def symmetric_cases(chip: Chip) -> list[Case]:
         cases["wide"] = Case(f"{chip.architecture}-symmetric-wide", chip, wide, True)
     if chip.architecture in tune.HOPPER:
         for fields in tune.WIDE_OR_IN_BULK:
-            config = configs.SymmetricConfig(**fields)
+            config = launching.SymmetricConfig(**fields)
             name = f"{chip.architecture}-symmetric-{config.block}x{config.block * config.width}"
             name += f"-{config.num_stages}" + ("-in-bulk" if config.descriptors else "")
             for even in (True, False):
@@ -153,7 +153,7 @@ def maxima_cases(chip: Chip) -> list[Case]:
     mask, too, and any strides."""
     cases = {}
     for dtype in ("bfloat16", "float32"):
-        for rule in configs.rules_of(getattr(torch, dtype), chip.architecture, chip.backend):
+        for rule in launching.rules_of(getattr(torch, dtype), chip.architecture, chip.backend):
             config = logit_maxima.with_two_tiles(rule.config, getattr(torch, dtype))
             uses_matrices = dtype != "float32" or chip.has_fp32_matrices
             name = f"{chip.architecture}-maxima-{config.block}x{config.block_k}-{dtype}"

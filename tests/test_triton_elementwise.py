@@ -161,22 +161,15 @@ def test_tensors_of_more_dimensions_than_kernels_take():
     assert_rounded(W.tensor, W.before - 0.5 * U.before, W.before.abs() + U.before.abs())
 
 
-def test_an_output_that_nobody_wants_is_not_written():
-    B, G, out = placed_alike([(9, 40)] * 3, (FP32, BF16, FP32), ["contiguous"] * 3)
-    elementwise.update_momentum(
-        [B.tensor], [G.tensor], [out.tensor], momentum=0.9, weight=1.0, nesterov=True, wanted=False
-    )
-    assert out.is_untouched() and not B.is_untouched()
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "reversed"])
-def test_where_nobody_wants_outputs_buffers_may_be_given_for_them(layout):
+def test_buffers_are_updated_where_nobody_wants_outputs(layout):
     shape = (2, 3, 4, 3, 5)
     B, G = placed_alike([shape] * 2, (FP32, FP32), [layout, "every other"])
     elementwise.update_momentum(
-        [B.tensor], [G.tensor], [B.tensor], momentum=0.5, weight=1.0, nesterov=True, wanted=False
+        [B.tensor], [G.tensor], None, momentum=0.5, weight=1.0, nesterov=True
     )
     assert_rounded(B.tensor, 0.5 * B.before + G.before, B.before.abs() + G.before.abs())
+    assert G.is_untouched() and B.is_guarded()
 
 
 # -- norms -----------------------------------------------------------------------------------------
@@ -402,6 +395,16 @@ def test_tensors_of_other_lengths_share_launches_of_32_and_others_have_their_own
     assert len(found) == 2 + 3
 
 
+def test_rows_of_other_lengths_share_a_launch_where_all_else_is_alike(monkeypatch):
+    found = launches(monkeypatch)
+    W, U = ([torch.randn(70, 128, device=DEVICE)[:, :n] for n in (64, 48)] for _ in range(2))
+    before = [weight.clone() for weight in W]
+    elementwise.update_weights(W, U, rate=1.0, decay=0.0, cautious=False)
+    for weight, old, update in zip(W, before, U):
+        torch.testing.assert_close(weight, old - update)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("peers", [1, 3])
 @pytest.mark.parametrize("runs", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_parts_are_copied_as_by_torch(runs, peers):
@@ -481,7 +484,7 @@ TRANSLATED = {
     "maximize": "weight",
     "together": None,
     "clip": None,
-    "opmath": "wanted",
+    "opmath": None,
 }
 
 

@@ -19,12 +19,12 @@ pytest.importorskip("triton")
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
-elementwise, launching, symmetric, configs = (
+elementwise, launching, symmetric = (
     import_module(f"{optimizer.__name__}.triton_kernels.{name}")
-    for name in ("elementwise", "launching", "symmetric", "configs")
+    for name in ("elementwise", "launching", "symmetric")
 )
 SHAPES = [(2048,), (5008,), (4096,), (1,), (33000,), (3, 2048), (16, 40), (40, 16), (2, 9, 80)]
-CONFIGS = [None, configs.SymmetricConfig(32, 32, 4, 3, width=2, descriptors=True)]
+CONFIGS = [None, launching.SymmetricConfig(32, 32, 4, 3, width=2, descriptors=True)]
 MEMORY = {dtype: torch.zeros(1 << 18, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 

@@ -23,9 +23,9 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 symmetric = import_module(f"{optimizer.__name__}.triton_kernels.symmetric")
-configs = import_module(f"{optimizer.__name__}.triton_kernels.configs")
+launching = import_module(f"{optimizer.__name__}.triton_kernels.launching")
 symmetric_product = symmetric.symmetric_product
-SymmetricConfig = configs.SymmetricConfig
+SymmetricConfig = launching.SymmetricConfig
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = ACCELERATOR.type if ACCELERATOR else "cpu"
@@ -47,13 +47,13 @@ every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANT
 def nothing_prepared(monkeypatch):
     """What tests pretend of devices and limits is not kept for later launches."""
     monkeypatch.setattr(symmetric, "_prepared", {})
-    monkeypatch.setattr(symmetric.launching, "_kept", {})
+    monkeypatch.setattr(launching, "_kept", {})
 
 
 def forget():
     """The next launch is prepared, and its kernel looked up, as the first of its layout."""
     symmetric._prepared.clear()
-    symmetric.launching._kept.clear()
+    launching._kept.clear()
 
 
 def plain_config(config):
@@ -302,15 +302,15 @@ def rounds(programs: int, processors: int) -> int:
 def test_processors_that_collectives_hold_slow_products_by_their_share(
     batch, s, k, taken, monkeypatch
 ):
-    h100 = configs.CompileTarget("d", "sm_90", "cuda", 132)
+    h100 = launching.CompileTarget("d", "sm_90", "cuda", 132)
     launches = Launches()
     monkeypatch.setattr(symmetric, "_symmetric_kernel", launches)
-    monkeypatch.setattr(configs, "compile_target", lambda device: h100)
+    monkeypatch.setattr(launching, "compile_target", lambda device: h100)
     X, out = (torch.empty(batch, s, n, dtype=torch.float16, device=DEVICE) for n in (k, s))
     symmetric_product(X, X.mT, 1.0, 0.0, out, out)
     ((programs, *_),) = launches.grids
-    config = configs.choose(torch.float16, s, k, batch, True, h100)
-    tiles = batch * configs.symmetric_tiles(s, config.block)
+    config = launching.choose(torch.float16, s, k, batch, True, h100)
+    tiles = batch * dataclasses.replace(config, width=1).programs(s)
     # A program that has several tiles counts as often.
     rounds_taken = -(-tiles // programs) * rounds(programs, h100.processors - taken)
     assert rounds_taken <= 1.3 * tiles / (h100.processors - taken)
@@ -484,15 +484,15 @@ ARCHITECTURES = [
 
 
 def choose(dtype, s, k, batch, aligned, target):
-    return configs.choose(dtype, s, k, batch, aligned, target)
+    return launching.choose(dtype, s, k, batch, aligned, target)
 
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("architecture, backend, processors", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, processors):
-    target = configs.CompileTarget("unknown", architecture, backend, processors)
-    rules = configs.rules_of(dtype, architecture, backend)
+    target = launching.CompileTarget("unknown", architecture, backend, processors)
+    rules = launching.rules_of(dtype, architecture, backend)
     possible = {rule.config for rule in rules}  # what test_triton_compile.py compiles
     sizes = itertools.product(
         (1, 17, 128, 512, 4096, 4112, 65536), (1, 4096), (1, 128), (False, True)
@@ -502,7 +502,7 @@ def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, p
 
 
 def test_large_tiles_are_for_many_of_them():
-    target = configs.CompileTarget("unknown", "sm_90", "cuda", 132)
+    target = launching.CompileTarget("unknown", "sm_90", "cuda", 132)
     blocks = [
         choose(torch.float16, s, s, batch, aligned, target).block
         for s, batch, aligned in [
@@ -519,10 +519,10 @@ def test_large_tiles_are_for_many_of_them():
 @pytest.fixture
 def measured(monkeypatch):
     """Takes the place of what was measured, for tests that change it."""
-    monkeypatch.setattr(configs, "MEASURED", {})
-    configs.choose.cache_clear()
-    yield configs.MEASURED
-    configs.choose.cache_clear()
+    monkeypatch.setattr(launching, "MEASURED", {})
+    launching.choose.cache_clear()
+    yield launching.MEASURED
+    launching.choose.cache_clear()
 
 
 def test_the_nearest_measurement_comes_before_the_heuristic(measured):
@@ -534,7 +534,7 @@ def test_the_nearest_measurement_comes_before_the_heuristic(measured):
         ("bfloat16", 1024, 1024, 1),
     ]
     measured["chip"] = {key: dataclasses.replace(SMALL, group=n) for n, key in enumerate(keys, 1)}
-    target = configs.CompileTarget("chip", "sm_90", "cuda", 132)
+    target = launching.CompileTarget("chip", "sm_90", "cuda", 132)
     sizes = [(1000, 1000, 1), (8192, 8192, 1), (900, 1024, 64), (1, 1, 1)]
     assert [choose(torch.float16, *size, True, target).group for size in sizes] == [1, 2, 3, 1]
     assert choose(torch.float32, 4096, 4096, 1, True, target).group == 4
@@ -570,5 +570,5 @@ def test_what_the_tuner_prints_is_what_is_looked_up(measured):
     assert max(map(len, text.splitlines())) <= 100
     measured.update(eval("{" + text + "}", {"SymmetricConfig": SymmetricConfig}))
     assert measured == {"chip": entries}
-    target = configs.CompileTarget("chip", "sm_90", "cuda", 132)
+    target = launching.CompileTarget("chip", "sm_90", "cuda", 132)
     assert choose(torch.float32, 64, 64, 1, True, target) == wide

@@ -75,11 +75,10 @@ def update_momentum(
         elementwise.update_momentum(
             buffers,
             grads,
-            buffers if outputs is None else outputs,
+            outputs,
             momentum=momentum,
             weight=weight,
             nesterov=nesterov,
-            wanted=outputs is not None,
         )
         return
     if min([buffer.itemsize for buffer in buffers]) >= opmath.itemsize:

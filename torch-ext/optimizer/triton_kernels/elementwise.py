@@ -9,38 +9,34 @@ element becomes the same bits wherever it lies, and ranks of different layouts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Optional, Union
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..weight_rounding import GAMMA, MIX, RoundedBy
+from ..weight_rounding import GAMMA, MIX, RandomBits, RoundedBy
 from . import launching
 from .launching import layout_of
-from .tiles import Launch, launches
 
 Number = Union[float, Tensor]
 
 _PARTIALS = 1024  # read at once where they are combined
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
-_GAMMA = tl.constexpr(GAMMA)
-_FIRST_SHIFT, _FIRST_MULTIPLIER = map(tl.constexpr, MIX[0])
-_SECOND_SHIFT, _SECOND_MULTIPLIER = map(tl.constexpr, MIX[1])
-
 
 def update_momentum(
     buffers: Sequence[Tensor],
     grads: Sequence[Tensor],
-    outputs: Sequence[Tensor],
+    outputs: Optional[Sequence[Tensor]],
     *,
     momentum: float,
     weight: float,
     nesterov: bool,
-    wanted: bool = True,
 ) -> None:
     """B ← μB + wG, and wG + μB, or B, into ``outputs``; in fp32, or fp64 where a tensor has it.
 
@@ -49,9 +45,9 @@ def update_momentum(
     """
     device = buffers[0].device
     for launch in launches((buffers, grads, outputs)):
-        B, G, out = launch.dtypes
+        B, G, out = launch.tiling.dtypes
         dtype = _opmath(B, G, out)
-        numbers, on_device = _numbers((momentum, weight), dtype, device)
+        numbers = _numbers((momentum, weight), dtype, device)
         _launch(
             _momentum_kernel,
             launch,
@@ -61,9 +57,8 @@ def update_momentum(
             B_DTYPE=_TL[B],
             G_DTYPE=_TL[G],
             OUT_DTYPE=_TL[out],
-            ON_DEVICE=on_device,
+            ON_DEVICE=isinstance(numbers[0], Tensor),
             NESTEROV=nesterov,
-            WANTED=wanted,
         )
 
 
@@ -88,9 +83,9 @@ def update_weights(
     if rounded_by is not None and isinstance(rounded_by[0], Tensor):
         residuals, random_bits = rounded_by, None
     for launch in launches((weights, updates, residuals), (factors, random_bits)):
-        W, U, residual, factor, random = launch.dtypes
+        W, U, _, factor, _ = launch.tiling.dtypes
         dtype = _opmath(W, U)
-        numbers, on_device = _numbers((rate, decay), dtype, device)
+        numbers = _numbers((rate, decay), dtype, device)
         _launch(
             _weights_kernel,
             launch,
@@ -99,12 +94,10 @@ def update_weights(
             DTYPE=_TL[dtype],
             W_DTYPE=_TL[W],
             U_DTYPE=_TL[U],
-            FACTOR_DTYPE=None if factor is None else _TL[factor],
-            ON_DEVICE=on_device,
+            FACTOR_DTYPE=_TL[factor],
+            ON_DEVICE=isinstance(numbers[0], Tensor),
             DECAYS=isinstance(decay, Tensor) or bool(decay != 0.0),
             CAUTIOUS=cautious,
-            RESIDUAL=residual is not None,
-            RANDOM=random is not None,
         )
 
 
@@ -129,7 +122,7 @@ def normalize(
         magnification: a power of two that ``out`` is multiplied with.
     """
     count, device = len(matrices), matrices.device
-    (launch,) = launches(([matrices],), whole_dims=1)
+    (launch,) = launches(([matrices],), by_slices=True)
     partials = torch.empty((2, launch.programs), dtype=torch.float32, device=device)
     _launch(_measure_kernel, launch, device, partials, launch.programs, X_DTYPE=_TL[matrices.dtype])
     sizes = torch.empty((2, count), dtype=torch.float32, device=device)
@@ -149,39 +142,212 @@ def copy(
     """Inputs into outputs of the same shapes, of any floating dtype; where ``sizes`` are given, (2,
     n) in fp32, slices of a single input are divided by both of theirs on the way."""
     count = 0 if sizes is None else sizes.shape[1]
-    for launch in launches((inputs, outputs), whole_dims=1):
-        types = {"X_DTYPE": _TL[launch.dtypes[0]], "OUT_DTYPE": _TL[launch.dtypes[1]]}
+    for launch in launches((inputs, outputs), by_slices=True):
+        X, out = launch.tiling.dtypes
+        types = {"X_DTYPE": _TL[X], "OUT_DTYPE": _TL[out]}
         _launch(_copy_kernel, launch, outputs[0].device, sizes, count, **types)
+
+
+_TL = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    None: None,  # of a column that is None
+}
+
+
+def _opmath(*dtypes: Any) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _numbers(values: Sequence[Number], dtype: torch.dtype, device: torch.device) -> list[Number]:
+    """Numbers as a kernel takes them: all as floats for fp32, or all as tensors on the device."""
+    numbers: list[Number] = [  # reading what is on the host waits for no device
+        v if isinstance(v, Tensor) and (device.type == "cpu" or not v.is_cpu) else float(v)
+        for v in values
+    ]
+    if dtype == torch.float32 and not any(isinstance(v, Tensor) for v in numbers):
+        return numbers
+    return [
+        v if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device)
+        for v in numbers
+    ]
 
 
 def _launch(
     kernel: Any, launch: Launch, device: torch.device, *arguments: Any, **constants: Any
 ) -> None:
+    tiling, firsts, lengths = launch.tiling, launch.firsts, launch.lengths
     # Triton specializes each number of a tuple, whatever `do_not_specialize` says.
     addresses = [address for column in launch.columns if column for address in column]
     key = (
-        *(kernel.__name__, launch.dtypes, launch.firsts, launch.lengths, launch.shape),
-        *(launch.strides, launch.rows, launch.cols, launch.is_aligned),
+        *(kernel.__name__, tiling, firsts, lengths, launch.is_aligned),
         tuple([address % 16 == 0 for address in addresses]),
         *(*map(layout_of, arguments), *constants.values()),
     )
-    constants = {
-        **constants,
-        "ALIGNED": launch.is_aligned,
-        "ROWS": launch.rows,
-        "COLS": launch.cols,
-    }
-    arguments = (
-        *launch.columns,
-        *arguments,
-        *(launch.firsts, launch.lengths, launch.shape, *launch.strides),
-    )
+    arguments = *launch.columns, *arguments, firsts, lengths, tiling.shape, *tiling.strides
+    constants |= {"ALIGNED": launch.is_aligned, "ROWS": tiling.rows, "COLS": tiling.cols}
     launching.launch(kernel, key, device, launch.programs, arguments, constants, **_LAUNCH)
 
 
-# -- kernels ---------------------------------------------------------------------------------------
+# Kernels get the addresses of tensors as numbers, a tuple for each list of tensors; of random bits
+# they get the first counters. These travel with the launch, as all arguments do: nothing is copied
+# to the device before it, and graphs may be captured of it. torch's functions of lists do the same.
+
+# Elements per program: two vectors of 16 bytes in bf16 for each thread of four warps.
+_TILE = 2048
+_SQUARE_TILE = (32, 64)  # where rows are contiguous in one tensor and columns in another
+
+# Each program looks through the items of its launch for its own: with more items, that would take
+# longer than its tile.
+_MOST_ITEMS = 32
+
+_ALIGNMENT = 16  # bytes of addresses, and elements of rows, that vectors take
+
+Shape = tuple[int, ...]
+Column = Optional[Sequence[Any]]  # of tensors or of random bits
+
+
+class Tiling(NamedTuple):
+    """How the tensors of an item, one of each column, are cut into tiles."""
+
+    shape: Shape  # (slices, rows)
+    strides: tuple[Shape, ...]  # of each column, for (slices, rows, elements)
+    dtypes: tuple[Any, ...]  # of each column; None for a column that is None
+    rows: int  # of a tile
+    cols: int
+
+
+class Launch(NamedTuple):
+    """One launch, with a program for each tile of its items, which are cut alike.
+
+    What there is of each item is padded to a power of two, or each number of items would be another
+    compilation; the padding begins after the last program.
+    """
+
+    tiling: Tiling
+    columns: tuple[Optional[tuple[int, ...]], ...]  # addresses, or first counters, of each item
+    firsts: tuple[int, ...]  # the number of each item's first program
+    lengths: tuple[int, ...]  # elements of a row of each item
+    programs: int
+    is_aligned: bool  # whether wide tensors and rows can be accessed in vectors
+
+
+def launches(
+    wide: Sequence[Column], broadcast: Sequence[Column] = (), *, by_slices: bool = False
+) -> Iterator[Launch]:
+    """Yields as few launches as have all items; empty ones are left out.
+
+    Args:
+        wide: columns, lists of tensors; the tensors of an item have one shape. Any column but the
+            first may be None.
+        broadcast: columns that broadcast to these, random bits among them, or None.
+        by_slices: whether the first dimension stays what it is, slices. Others, or all, are merged
+            where they can be.
+    """
+    columns = (*wide, *broadcast)
+    items = list(zip(*[column for column in columns if column is not None]))
+    wide_count = len(wide) - wide.count(None)
+    alike: dict[tuple[Tiling, bool], list[tuple]] = {}
+    for operands in items:
+        tensors = [o.places if isinstance(o, RandomBits) else o for o in operands]
+        if not tensors[0].numel():
+            continue
+        layout = tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
+        cut = _cut(layout, by_slices)
+        if cut is None:  # its slices, which have fewer dimensions, become items at the end
+            shape, dim = tensors[0].shape, int(by_slices)
+            items += zip(*[_slices(operand, shape, dim) for operand in operands])
+            continue
+        tiling, length, tiles = cut
+        addresses = [
+            o.first_counter if isinstance(o, RandomBits) else o.data_ptr() for o in operands
+        ]
+        low_bits = length
+        for address in addresses[:wide_count]:
+            low_bits |= address
+        is_aligned = low_bits % _ALIGNMENT == 0
+        alike.setdefault((tiling, is_aligned), []).append((addresses, length, tiles))
+    for (tiling, is_aligned), members in alike.items():
+        for start in range(0, len(members), _MOST_ITEMS):
+            part = members[start : start + _MOST_ITEMS]
+            yield _launch_of(part, tiling, columns, is_aligned)
+
+
+def _slices(operand: Any, shape: Shape, dim: int) -> Sequence[Any]:
+    """An operand that is broadcast to that shape, slice by slice along a dimension."""
+    if isinstance(operand, RandomBits):
+        return [operand._replace(places=places) for places in operand.places.unbind(dim)]
+    return operand.expand(shape).unbind(dim)
+
+
+def _launch_of(
+    items: list[tuple], tiling: Tiling, columns: Sequence[Column], is_aligned: bool
+) -> Launch:
+    padding = (1 << (len(items) - 1).bit_length()) - len(items)
+    *firsts, programs = accumulate([tiles for _, _, tiles in items], initial=0)
+    addresses, lengths, _ = zip(*items, *(items[-1:] * padding))
+    given = zip(zip(*addresses), tiling.strides, tiling.dtypes)
+    addresses, strides, dtypes = zip(
+        *[(None, (0, 0, 0), None) if column is None else next(given) for column in columns]
+    )
+    tiling = tiling._replace(strides=strides, dtypes=dtypes)
+    return Launch(
+        tiling, addresses, (*firsts, *[programs] * padding), lengths, programs, is_aligned
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(layout: tuple, by_slices: bool) -> Optional[tuple[Tiling, int, int]]:
+    """How an item is cut, the elements of a row, and how many tiles there are; None if there are
+    more than three dimensions even when neighbours are merged.
+
+    Args:
+        layout: of each tensor the shape, which is broadcast to the first one's, the strides and
+            the dtype.
+    """
+    shape = layout[0][0]
+    expanded = [_expanded(shape, *tensor[:2]) for tensor in layout]
+    sizes: list[int] = []
+    steps: list[Shape] = []  # for each size, the stride of each tensor
+    for dim, (size, step) in enumerate(zip(shape, zip(*expanded))):
+        if size == 1 and dim >= by_slices:
+            continue
+        follows = len(sizes) > by_slices and all(
+            outer == size * inner for outer, inner in zip(steps[-1], step)
+        )
+        if follows:
+            sizes[-1], steps[-1] = sizes[-1] * size, step
+        else:
+            sizes.append(size)
+            steps.append(step)
+    missing = 3 - len(sizes)
+    if missing < 0:
+        return None
+    first = int(by_slices)  # slices stay the first
+    sizes[first:first], steps[first:first] = [1] * missing, [(0,) * len(layout)] * missing
+    if not by_slices and sizes[:2] == [1, 1]:
+        rows, cols = 1, _TILE
+    elif any(row == 1 and col > 1 for row, col in zip(steps[1], steps[2])):
+        rows, cols = _SQUARE_TILE
+    else:
+        cols = min(_TILE, triton.next_power_of_2(sizes[2]))
+        rows = min(_TILE // cols, triton.next_power_of_2(sizes[1]))
+    tiles = sizes[0] * -(-sizes[1] // rows) * -(-sizes[2] // cols)
+    dtypes = tuple([dtype for _, _, dtype in layout])
+    return Tiling(tuple(sizes[:2]), tuple(zip(*steps)), dtypes, rows, cols), sizes[2], tiles
+
+
+def _expanded(shape: Shape, sizes: Shape, strides: Shape) -> Shape:
+    """Strides of a tensor that is expanded to that shape."""
+    added = len(shape) - len(sizes)
+    own = zip(sizes, strides, shape[added:])
+    return (*[0] * added, *(0 if size == 1 < whole else step for size, step, whole in own))
+
+
 # Arguments that begin with a capital letter, and ``out``, ``factor`` and ``residual``, are tuples
-# of addresses, and ``counters`` one of numbers, see `tiles.Launch`; strides are tuples of three. A
+# of addresses, and ``counters`` one of numbers, see `Launch`; strides are tuples of three. A
 # program has a tile of one item. Offsets have 64 bits, for tensors of more than 2^31 elements.
 
 _ITEMS = ["B", "G", "W", "U", "X", "out", "factor", "residual", "counters", "firsts", "lengths"]
@@ -206,7 +372,6 @@ def _momentum_kernel(
     OUT_DTYPE: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     NESTEROV: tl.constexpr,
-    WANTED: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -214,18 +379,17 @@ def _momentum_kernel(
     momentum_ = _number(momentum, DTYPE, ON_DEVICE)
     weight_ = _number(weight, DTYPE, ON_DEVICE)
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
-    B_at = _pointer(B, firsts, B_DTYPE, ALIGNED) + _offsets(index, row, col, B_strides)
+    B_at = _at(B, B_DTYPE, B_strides, firsts, index, row, col, ALIGNED)
     after = tl.load(B_at, inside, 0.0)
-    G_at = _pointer(G, firsts, G_DTYPE, ALIGNED) + _offsets(index, row, col, G_strides)
+    G_at = _at(G, G_DTYPE, G_strides, firsts, index, row, col, ALIGNED)
     grad = tl.load(G_at, inside, 0.0).to(DTYPE) * weight_
     after = _cast(after.to(DTYPE) * momentum_ + grad, B_DTYPE)
     tl.store(B_at, after, inside)
-    if WANTED:
+    if out is not None:
         result = after.to(DTYPE)
         if NESTEROV:
             result = grad + result * momentum_
-        out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED)
-        out_at += _offsets(index, row, col, out_strides)
+        out_at = _at(out, OUT_DTYPE, out_strides, firsts, index, row, col, ALIGNED)
         tl.store(out_at, _cast(result, OUT_DTYPE), inside)
 
 
@@ -244,7 +408,7 @@ def _measure_kernel(
     COLS: tl.constexpr,
 ):
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
-    at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
+    at = _at(X, X_DTYPE, X_strides, firsts, index, row, col, ALIGNED)
     values = tl.load(at, inside, 0.0).to(tl.float32)
     largest = tl.max(_bits(values)).to(tl.float32, bitcast=True)
     scaled = values / tl.where(largest == 0, 1.0, largest)
@@ -308,11 +472,11 @@ def _copy_kernel(
     COLS: tl.constexpr,
 ):
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
-    at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
+    at = _at(X, X_DTYPE, X_strides, firsts, index, row, col, ALIGNED)
     values = tl.load(at, inside, 0.0)
     if sizes is not None:
         values = values.to(tl.float32) / tl.load(sizes + index) / tl.load(sizes + count + index)
-    out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
+    out_at = _at(out, OUT_DTYPE, out_strides, firsts, index, row, col, ALIGNED)
     tl.store(out_at, _cast(values, OUT_DTYPE), inside)
 
 
@@ -340,8 +504,6 @@ def _weights_kernel(
     ON_DEVICE: tl.constexpr,
     DECAYS: tl.constexpr,
     CAUTIOUS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    RANDOM: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -349,20 +511,18 @@ def _weights_kernel(
     rate_ = _number(rate, DTYPE, ON_DEVICE)
     decay_ = _number(decay, DTYPE, ON_DEVICE)
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
-    W_at = _pointer(W, firsts, W_DTYPE, ALIGNED) + _offsets(index, row, col, W_strides)
+    W_at = _at(W, W_DTYPE, W_strides, firsts, index, row, col, ALIGNED)
     weight = tl.load(W_at, inside, 0.0)
-    if RESIDUAL:
-        rest_at = _pointer(residual, firsts, tl.int16, ALIGNED)
-        rest_at += _offsets(index, row, col, residual_strides)
+    if residual is not None:
+        rest_at = _at(residual, tl.int16, residual_strides, firsts, index, row, col, ALIGNED)
         rest = tl.load(rest_at, inside, 0)
         bits = weight.to(tl.float32).to(tl.int32, bitcast=True) + rest
         weight = bits.to(tl.float32, bitcast=True)
     weight = weight.to(DTYPE)
-    U_at = _pointer(U, firsts, U_DTYPE, ALIGNED) + _offsets(index, row, col, U_strides)
+    U_at = _at(U, U_DTYPE, U_strides, firsts, index, row, col, ALIGNED)
     delta = tl.load(U_at, inside, 0.0).to(DTYPE)
-    if FACTOR_DTYPE is not None:
-        at = _pointer(factor, firsts, FACTOR_DTYPE, False)
-        at += _offsets(index, row, col, factor_strides)
+    if factor is not None:
+        at = _at(factor, FACTOR_DTYPE, factor_strides, firsts, index, row, col, False)
         delta = delta * tl.load(at, inside, 0.0).to(DTYPE)
     delta = delta * rate_
     if DECAYS:
@@ -371,9 +531,9 @@ def _weights_kernel(
             decayed = tl.where(delta * weight >= 0.0, decayed, 0.0)
         delta = delta + decayed
     weight = weight - delta
-    if RESIDUAL or RANDOM:
+    if residual is not None or counters is not None:
         added = 0x8000
-        if RANDOM:
+        if counters is not None:
             counter = _chosen(counters, firsts) + _offsets(index, row, col, counters_strides)
             added = _random_16_bits(counter.to(tl.uint64))
         bits = weight.to(tl.float32).to(tl.int32, bitcast=True)
@@ -383,8 +543,13 @@ def _weights_kernel(
     else:
         after = _cast(weight, W_DTYPE)
     tl.store(W_at, after, inside)
-    if RESIDUAL:
+    if residual is not None:
         tl.store(rest_at, (bits - rounded).to(tl.int16), inside)
+
+
+_GAMMA = tl.constexpr(GAMMA)
+_FIRST_SHIFT, _FIRST_MULTIPLIER = map(tl.constexpr, MIX[0])
+_SECOND_SHIFT, _SECOND_MULTIPLIER = map(tl.constexpr, MIX[1])
 
 
 @triton.jit
@@ -406,11 +571,12 @@ def _chosen(values, firsts):
 
 
 @triton.jit
-def _pointer(addresses, firsts, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+def _at(addresses, dtype: tl.constexpr, strides, firsts, index, row, col, ALIGNED: tl.constexpr):
+    """Pointers to this program's tile of a column."""
     pointer = _chosen(addresses, firsts).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    return pointer
+    return pointer + _offsets(index, row, col, strides)
 
 
 @triton.jit
@@ -454,36 +620,3 @@ def _cast(x, dtype: tl.constexpr):
 def _bits(x):
     """Magnitudes in fp32 as integers, which order like them, with NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-_TL = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-
-
-def _opmath(*dtypes: torch.dtype) -> torch.dtype:
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def _numbers(
-    values: Sequence[Number], dtype: torch.dtype, device: torch.device
-) -> tuple[list[Number], bool]:
-    """Numbers as a kernel takes them, and whether as tensors: it takes floats for fp32 only."""
-    values = [  # reading what is on the host waits for no device
-        v if isinstance(v, Tensor) and (device.type == "cpu" or not v.is_cpu) else float(v)
-        for v in values
-    ]
-    on_device = dtype != torch.float32 or any(isinstance(v, Tensor) for v in values)
-    if on_device:
-        values = [
-            value
-            if isinstance(value, Tensor)
-            else torch.full((), value, dtype=dtype, device=device)
-            for value in values
-        ]
-    return values, on_device

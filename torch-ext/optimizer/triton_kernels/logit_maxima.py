@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import configs
-from .configs import SymmetricConfig
-from .symmetric import multiply
+from . import launching
+from .launching import SymmetricConfig
+from .symmetric import INTERPRETED, multiply
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KEYS = 64  # of a tile, at most: with as many as queries, registers would spill
@@ -35,8 +35,7 @@ def raise_maxima(
     *,
     scale: float,
     causal: bool,
-    largest_excluded: Optional[float] = None,
-    config: Optional[SymmetricConfig] = None,
+    largest_excluded: Optional[float],
 ) -> Tensor:
     """Raises ``out`` to the largest ``scale · (q·k + q_rope·k_rope)`` of each head's pairs.
 
@@ -49,18 +48,16 @@ def raise_maxima(
         attn_mask: bool, or numbers more than ``largest_excluded`` where a pair counts.
         scale: positive.
         causal: query i uses keys j ≤ i only.
-        config: tiles to use; None takes those of the heuristic.
 
     Returns:
         ``out``.
     """
     (B, Hq, Tq, D), Tk = q.shape, k.shape[2]
-    if config is None:
-        operands = [tensor for tensor in (q, k, q_rope, k_rope) if tensor is not None]
-        aligned = attn_mask is None and all(map(_is_aligned, operands))
-        target = configs.compile_target(q.device)
-        rule = configs.choose_by_rule(q.dtype, min(Tq, Tk), B * Hq, aligned, target)
-        config = with_two_tiles(rule, q.dtype)
+    operands = [tensor for tensor in (q, k, q_rope, k_rope) if tensor is not None]
+    aligned = attn_mask is None and all(map(_is_aligned, operands))
+    target = launching.compile_target(q.device)
+    rule = launching.choose_by_rule(q.dtype, min(Tq, Tk), B * Hq, aligned, target)
+    config = with_two_tiles(rule, q.dtype)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.view(torch.uint8)
     is_whole = D <= WHOLE_WIDTH and q.dtype.itemsize == 2 and q_rope is None
@@ -86,23 +83,14 @@ def raise_maxima(
     return out
 
 
-def takes(
-    q: Tensor,
-    k: Tensor,
-    q_rope: Optional[Tensor],
-    k_rope: Optional[Tensor],
-    query_ids: Optional[Tensor],
-    key_ids: Optional[Tensor],
-    attn_mask: Optional[Tensor],
-) -> bool:
-    """Whether `raise_maxima` takes tensors of these dtypes and strides.
+def takes(*inputs: Optional[Tensor]) -> bool:
+    """Whether `raise_maxima` takes inputs, q to attn_mask, of these dtypes and strides.
 
     Offsets within a tile, of 128 positions or columns at most, have 32 bits.
     """
-    given = q, k, q_rope, k_rope, query_ids, key_ids, attn_mask
-    tensors = [tensor for tensor in given if tensor is not None]
-    has_dtypes = q.dtype in DTYPES and (
-        attn_mask is None or attn_mask.dtype in (torch.bool, *DTYPES)
+    tensors, mask = [tensor for tensor in inputs if tensor is not None], inputs[-1]
+    has_dtypes = tensors[0].dtype in DTYPES and (
+        mask is None or mask.dtype in (torch.bool, *DTYPES)
     )
     return has_dtypes and all(step < 2**23 for t in tensors for step in t.stride()[-2:])
 
@@ -177,7 +165,6 @@ def _maxima_kernel(
     skipped = first.to(tl.int64)
     q += batch * q_steps[0] + head * q_steps[1] + skipped * q_steps[2]
     k += batch * k_steps[0] + key_head * k_steps[1]
-    of_queries = None
     if WHOLE:
         inner = tl.arange(0, BLOCK_WIDTH)
         offsets = rows[:, None] * q_steps[2] + inner[None, :] * q_steps[3]
@@ -185,7 +172,6 @@ def _maxima_kernel(
     if q_rope is not None:
         q_rope += batch * q_rope_steps[0] + head * q_rope_steps[1] + skipped * q_rope_steps[2]
         k_rope += batch * k_rope_steps[0] + key_head * k_rope_steps[1]
-    query_id = None
     if query_ids is not None:
         query_ids += batch * query_ids_steps[0] + skipped * query_ids_steps[1]
         query_id = tl.load(query_ids + rows * query_ids_steps[1]).to(tl.int64)
@@ -202,13 +188,34 @@ def _maxima_kernel(
         begin = 0 if part == 0 else middle
         end = middle if part == 0 else tl.minimum(keys, first + BLOCK)
         for start in range(begin, end, KEYS):
-            scores = _scores(
-                of_queries, q, k, q_rope, k_rope, query_id, key_ids, mask, rows, start, keys, width,
-                rope_width, largest_excluded, q_steps, k_steps, q_rope_steps, k_rope_steps,
-                key_ids_steps, mask_steps, BLOCK, KEYS, BLOCK_WIDTH, INTERPRETED,
-            )  # fmt: skip
+            cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
+            skipped = tl.cast(start, tl.int64)
+            scores = tl.zeros((BLOCK, KEYS), dtype=tl.float32)
+            k_at = k + skipped * k_steps[2]
+            if WHOLE:
+                k_offsets = inner[:, None] * k_steps[3] + cols[None, :] * k_steps[2]
+                of_keys = tl.load(k_at + k_offsets, mask=inner[:, None] < width, other=0.0)
+                scores = multiply(of_queries, of_keys, scores, INTERPRETED)
+            else:
+                scores = _add_products(
+                    scores, q, k_at, rows, cols, q_steps, k_steps, width, BLOCK_WIDTH, INTERPRETED
+                )
+            if q_rope is not None:
+                k_rope_at = k_rope + skipped * k_rope_steps[2]
+                scores = _add_products(
+                    scores, q_rope, k_rope_at, rows, cols, q_rope_steps, k_rope_steps, rope_width,
+                    BLOCK_WIDTH, INTERPRETED,
+                )  # fmt: skip
+            if query_ids is not None:
+                ids_at = key_ids + skipped * key_ids_steps[1]
+                key_id = tl.load(ids_at + cols * key_ids_steps[1]).to(tl.int64)
+                scores = tl.where(query_id[:, None] != key_id[None, :], float("-inf"), scores)
+            if mask is not None:
+                mask_at = mask + skipped * mask_steps[3]
+                mask_at = mask_at + rows[:, None] * mask_steps[2] + cols[None, :] * mask_steps[3]
+                is_excluded = tl.load(mask_at).to(tl.float32) <= largest_excluded
+                scores = tl.where(is_excluded, float("-inf"), scores)
             if part == 1:
-                cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
                 unused = first + rows[:, None] < start + cols[None, :]
                 scores = tl.where(unused, float("-inf"), scores)
             best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
@@ -227,64 +234,6 @@ def _maxima_kernel(
     tl.atomic_max(out, bits, mask=(bits >= 0) & (held == held))
     unsigned = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     tl.atomic_min(unsigned, bits.to(tl.uint32, bitcast=True), mask=(bits < 0) & (held == held))
-
-
-@triton.jit
-def _scores(
-    of_queries,
-    q,
-    k,
-    q_rope,
-    k_rope,
-    query_id,
-    key_ids,
-    mask,
-    rows,
-    start,
-    keys,
-    width,
-    rope_width,
-    largest_excluded,
-    q_steps,
-    k_steps,
-    q_rope_steps,
-    k_rope_steps,
-    key_ids_steps,
-    mask_steps,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Products of a tile of queries and the keys from ``start`` on; −Inf where a pair is masked."""
-    cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
-    skipped = tl.cast(start, tl.int64)
-    k += skipped * k_steps[2]
-    scores = tl.zeros((BLOCK, KEYS), dtype=tl.float32)
-    if of_queries is not None:
-        inner = tl.arange(0, BLOCK_WIDTH)
-        offsets = inner[:, None] * k_steps[3] + cols[None, :] * k_steps[2]
-        of_keys = tl.load(k + offsets, mask=inner[:, None] < width, other=0.0)
-        scores = multiply(of_queries, of_keys, scores, INTERPRETED)
-    else:
-        scores = _add_products(
-            scores, q, k, rows, cols, q_steps, k_steps, width, BLOCK_WIDTH, INTERPRETED
-        )
-    if q_rope is not None:
-        k_rope += skipped * k_rope_steps[2]
-        scores = _add_products(
-            scores, q_rope, k_rope, rows, cols, q_rope_steps, k_rope_steps, rope_width,
-            BLOCK_WIDTH, INTERPRETED,
-        )  # fmt: skip
-    if query_id is not None:
-        key_ids += skipped * key_ids_steps[1]
-        key_id = tl.load(key_ids + cols * key_ids_steps[1]).to(tl.int64)
-        scores = tl.where(query_id[:, None] != key_id[None, :], float("-inf"), scores)
-    if mask is not None:
-        mask += skipped * mask_steps[3]
-        bias = tl.load(mask + rows[:, None] * mask_steps[2] + cols[None, :] * mask_steps[3])
-        scores = tl.where(bias.to(tl.float32) <= largest_excluded, float("-inf"), scores)
-    return scores
 
 
 @triton.jit
@@ -311,7 +260,3 @@ def _add_products(
         q += BLOCK_WIDTH * q_steps[3]
         k += BLOCK_WIDTH * k_steps[3]
     return scores
-
-
-# TRITON_INTERPRET was set when triton was imported.
-INTERPRETED = not isinstance(_maxima_kernel, triton.JITFunction)

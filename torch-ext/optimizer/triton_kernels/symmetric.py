@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import configs, launching
-from .configs import SymmetricConfig
-from .launching import INT32_MAX
+from . import launching
+from .launching import INT32_MAX, SymmetricConfig
 
 Operand = Union[Tensor, TensorDescriptor]
 
@@ -44,7 +43,7 @@ def symmetric_product(
             of it that it writes, and none that another tile's mirror image is written to.
         out: fp16, bf16 or fp32, whatever the inputs have; any strides. Programs write it while
             others read: it shares no memory with A or B, nor with a C that is not ``out`` itself.
-        config: tiles to use; None looks them up (`configs.choose`).
+        config: tiles to use; None looks them up (`launching.choose`).
 
     Returns:
         ``out``.
@@ -111,8 +110,8 @@ def _prepare(
     operands = [A, B, out, C] if has_C else [A, B, out]
     aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
     if config is None:
-        target = configs.compile_target(out.device)
-        config = configs.choose(A.dtype, s, k, matrices, aligned, target)
+        target = launching.compile_target(out.device)
+        config = launching.choose(A.dtype, s, k, matrices, aligned, target)
     wide = config.block * config.width
     in_bulk = config.descriptors and _can_be_described(A) and _can_be_described(B)
     constants = dict(
