@@ -72,15 +72,11 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
     Raises:
         ValueError: unknown ``adjust_lr_fn``.
     """
-    defaults, source = {**_TORCH_DEFAULTS, **arguments}, "torch.optim.Muon"
-    muon_keys = ["lr", *_TORCH_DEFAULTS]
+    source, muon_keys = "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS]
     _check_arguments(arguments, source, muon_keys)
-    groups: list[dict[str, Any]] = []
-    for group in _muon_groups(params, source, muon_keys, GROUP_OPTIONS):
-        given = {key: group.pop(key) for key in _TORCH_DEFAULTS if key in group}
-        groups.append({**group, **(_from_torch({**defaults, **given}) if given else {})})
-    how = {"momentum_style": "ema", "none_grad": False, **_from_torch(defaults)}
-    return {"params": groups, "lr": lr, **how}
+    groups = [_from_torch(g) for g in _muon_groups(params, source, muon_keys, GROUP_OPTIONS)]
+    how = {"momentum_style": "ema", "none_grad": False}
+    return {"params": groups, "lr": lr, **how, **_from_torch({**_TORCH_DEFAULTS, **arguments})}
 
 
 _TORCH_DEFAULTS = {
@@ -96,17 +92,17 @@ _TORCH_DEFAULTS = {
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """torch's arguments as those of `Muon`."""
-    scale = arguments["adjust_lr_fn"]
-    if scale not in (None, "original", "match_rms_adamw"):
-        raise ValueError(
-            f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', found {scale!r}"
-        )
-    return {
-        **{key: arguments[key] for key in ("weight_decay", "momentum", "nesterov", "ns_steps")},
-        "adjust_lr": scale or "original",
-        "ns_coefficients": tuple(arguments["ns_coefficients"]),
-        "ns_eps": arguments["eps"],
-    }
+    translated = dict(arguments)
+    if "eps" in arguments:
+        translated["ns_eps"] = translated.pop("eps")
+    if "adjust_lr_fn" in arguments:
+        scale = translated.pop("adjust_lr_fn")
+        if scale not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', found {scale!r}"
+            )
+        translated["adjust_lr"] = scale or "original"
+    return translated
 
 
 @process_groups.refuses_groups_before_init("process_group")
