@@ -782,7 +782,7 @@ class Muon(torch.optim.Optimizer):
         """
         checkpoints.check_type(state_dict)
         loaded: dict[Tensor, dict[str, Any]] = {}
-        own: set[tuple[torch.device, int]] = set()  # storages whose tensors are used again
+        own: set[int] = set()  # ids of tensors that are used again
         before = id(self.state)  # torch puts another mapping in its place once all checks passed
 
         # An interrupt may leave hooks of an earlier load registered, which have to do nothing.
@@ -794,8 +794,8 @@ class Muon(torch.optim.Optimizer):
             states, others = checkpoints.read_states(saved)
             if self._integrity.is_broken(accept=integrity.VOID):
                 checkpoints.check_apart(states, self.state)
-            unwritten = checkpoints.storages_of(self._store.unwritten_zeros())
-            own.update(checkpoints.storages_of(checkpoints.tensors_of(self.state)) - unwritten)
+            own.update(map(id, checkpoints.tensors_of(self.state)))
+            own.difference_update(map(id, self._store.unwritten_zeros()))
             with _names_source(saved["param_groups"]):
                 merged, by_param = self._check_saved(states, others, saved["param_groups"])
             loaded.update(by_param)

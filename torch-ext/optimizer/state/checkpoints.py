@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -208,7 +208,7 @@ def _divide(saved_state: dict[str, Any], specs: Mapping[str, Spec], param: Tenso
         value = saved_state.get(key)
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             continue
-        if key == "weight_residual":
+        if key == "weight_residual" and not dtensors.raw_local(value).is_contiguous():
             local = dtensors.local(value).contiguous()
             value = saved_state[key] = dtensors.with_local(value, local)
         is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
@@ -278,12 +278,19 @@ def _check_keys(
 
 
 def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
-    """Checks that a checkpoint shares no tensors with live state, which a step has changed."""
-    if storages_of(tensors_of(states)) & storages_of(tensors_of(live)):
+    """Checks that a checkpoint shares no memory with live state, which a step has changed."""
+    if _storages_of(states) & _storages_of(live):
         raise ValueError(
             "the checkpoint's tensors are those of this optimizer, which a step that broke off has "
             "changed: load the file again"
         )
+
+
+def _storages_of(states: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
+    # Tensors without elements, such as empty shards, have no memory to share.
+    local = [dtensors.local(tensor) for tensor in tensors_of(states)]
+    held = [tensor for tensor in local if tensor.layout == torch.strided and tensor.numel()]
+    return {(tensor.device, tensor.untyped_storage().data_ptr()) for tensor in held}
 
 
 def tensors_of(states: Mapping[Any, Any]) -> list[Tensor]:
@@ -293,22 +300,11 @@ def tensors_of(states: Mapping[Any, Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def storages_of(tensors: Iterable[Tensor]) -> set[tuple[torch.device, int]]:
-    """The storages of tensors, by device and address."""
-    # Tensors without elements, such as empty shards, have no memory to share.
-    of_rank = map(dtensors.local, tensors)
-    return {_storage_of(t) for t in of_rank if t.layout == torch.strided and t.numel()}
-
-
-def _storage_of(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
-
-
 def place_tensors(
     state: MutableMapping[Any, dict[str, Any]],
     saved_states: MutableMapping[Tensor, dict[str, Any]],
     offload: CPUOffload,
-    kept: Collection[tuple[torch.device, int]],
+    kept: set[int],
 ) -> None:
     """Puts loaded state on the devices where it lives, in the dtypes in which it was saved.
 
@@ -320,22 +316,9 @@ def place_tensors(
         saved_states: of the checkpoint, by parameter; is emptied, so that no more than one tensor
             is held twice.
         offload: knows where state lives.
-        kept: storages of the optimizer's own state, `storages_of`, whose tensors are used again, so
-            that a load in place, as by torch.distributed.checkpoint, takes no more memory.
+        kept: ids of the optimizer's own tensors, which are used again, so that a load in place, as
+            by torch.distributed.checkpoint, takes no more memory.
     """
-    taken: set[int] = set()  # addresses of the tensors that are used without a copy
-
-    def apart(value: Tensor) -> Tensor:
-        local = dtensors.local(value)
-        if local.numel() and (
-            _storage_of(local) not in kept
-            or local.data_ptr() in taken
-            or not dtensors.is_dense(local)  # elements may share memory
-        ):
-            return value.clone()
-        taken.add(local.data_ptr())
-        return value
-
     for param in [*saved_states]:
         saved = saved_states.pop(param)
         # State that is offloaded is copied to its host memory in any case.
@@ -344,7 +327,9 @@ def place_tensors(
         own: dict[str, Any] = {}
         for key, value in saved.items():
             if isinstance(value, Tensor):
-                placed = converted(value, None, home)
-                is_copied = placed is not value or (is_offloaded and key in KEYS)
-                own[key] = placed if is_copied else apart(placed)
+                own[key] = converted(value, None, home)
+                is_apart = own[key] is not value or (is_offloaded and key in KEYS)
+                if not is_apart and id(value) not in kept:
+                    own[key] = value.clone()
+                kept.discard(id(value))  # another parameter may have the same tensor
         state[param] = {**own, **state[param]}
