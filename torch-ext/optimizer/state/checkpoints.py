@@ -82,9 +82,6 @@ def _read_state(saved: Any, saved_id: Any) -> dict[str, Any]:
         where = f"the checkpoint's state of parameter {saved_id!r}"
         raise ValueError(f"{where} must be a dict, found a {kind}")
     state: dict[Any, Any] = {MOTIFS_NAMES.get(key, key): value for key, value in saved.items()}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.is_inference():
-            state[key] = value.clone()  # a step could not change the given one
     if "step" in state:
         step = state["step"]
         count = step_count(step)
