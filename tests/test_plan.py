@@ -163,11 +163,7 @@ def test_all_ranks_launch_the_collectives_of_all_lanes_in_one_order(averages):
 def launches(plan: Any, averages: bool) -> list[tuple]:
     """A rank's collectives in its order, each as all of its ranks call it."""
     ranks = plan.lanes[0].peers if averages and plan.lanes else (plan.rank,)
-    nothing = dict.fromkeys(
-        ((n, c) for n, lane in enumerate(plan.all_lanes) for c in range(len(lane.chunks))), 0
-    )
-    averaging = optimizer.async_utils.Averaging(ranks, 0, nothing, ()) if averages else None
-    inputs = optimizer.async_utils.ScheduleInputs((), None, averaging)
+    averaging = ranks if averages else None
     lanes = plan.all_lanes
     return [
         (
@@ -177,7 +173,7 @@ def launches(plan: Any, averages: bool) -> list[tuple]:
             event[0],
             event[2],
         )
-        for event in optimizer.async_utils.schedule(plan, inputs)
+        for event in optimizer.async_utils.schedule(plan, (), None, averaging)
         if event.do.name in ("GATHER", "ORTHOGONALIZE") and event.lane < len(plan.lanes)
     ]
 

@@ -7,9 +7,9 @@ of one, that are bound to parameters and state once, like Muon's chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import torch
@@ -19,14 +19,13 @@ from torch.optim.adamw import adamw
 from .core import clip_weights
 from .cpu_offload import CPUOffload, Fetch, Load
 from .cpu_offload.ring import ALIGNMENT, memory_order
-from .distributed.dtensors import addresses, is_dense, is_dtensor, local, raw_locals
+from .distributed.dtensors import is_dense, is_dtensor, local
 from .distributed.regions import shard_interval
 from .distributed.replicas import Replicas, is_divided
 from .parameters.options import Group
 from .weight_rounding import RoundedBy, round_into, widen
 
 if TYPE_CHECKING:
-    from .distributed.zero2 import MeanGradients, RowAllGather
     from .state.rounding import Rounding
 
 # Bytes of weights in bf16 that are updated in fp32 at once.
@@ -89,7 +88,7 @@ class Part:
         weights: of this rank, as far as it updates them.
         index: of the piece in these; None for all of them.
         is_last: whether it is the last piece of its tensor.
-        rounding: residuals or places of random bits; empty unless ``kind.in_fp32``.
+        rounding: residuals or places of random bits; None unless ``kind.in_fp32``.
         load: what comes from host memory; None if nothing does.
         size: bytes that count against the size of a part.
     """
@@ -102,7 +101,7 @@ class Part:
     steps: list[Tensor] = field(default_factory=list)
     index: list[Optional[Index]] = field(default_factory=list)
     is_last: list[bool] = field(default_factory=list)
-    rounding: list[Tensor] = field(default_factory=list)
+    rounding: Optional[list[Tensor]] = None
     load: Optional[Load] = None
     size: int = 0
 
@@ -116,55 +115,52 @@ class Part:
         return 0 if self.load is None else self.load.nbytes
 
 
-class Parts:
-    """AdamW's parts, bound to the parameters that take part and to their state.
+class Binder:
+    """Divides AdamW's parameters into parts, bound to their storages.
 
-    They come group by group, and are valid as long as storages are.
+    Args:
+        groups, state, offload, rounding: of the optimizer.
+        replicas: those that divide the work, in ZeRO-2; else None.
     """
 
     def __init__(
         self,
         groups: Sequence[Group],
-        taking_part: Sequence[Sequence[Tensor]],
         state: Mapping[Tensor, Mapping[str, Tensor]],
         replicas: Optional[Replicas],
         offload: CPUOffload,
         rounding: Rounding,
     ):
-        self.taking_part = taking_part
         self._groups = groups
         self._state = state
         self._replicas = replicas
         self._offload = offload
         self._rounding = rounding
-        bound = [(p, *state[p].values()) for params in taking_part for p in params]
-        self._tensors = [t for tensors in bound for t in tensors if isinstance(t, Tensor)]
-        self._addresses = addresses(self._tensors)
         self._slot_bytes: dict[torch.device, int] = {}
-        self.parts: list[Part] = []
+
+    def parts(self, taking_part: Sequence[Sequence[Tensor]]) -> list[Part]:
+        """The parts of the parameters that take part, group by group."""
+        parts: list[Part] = []
         for number, params in enumerate(taking_part):
-            of_group: dict[Kind, list[Part]] = {}
+            by_kind: dict[Kind, list[Part]] = {}
             for param in params:
-                self._add(param, number, of_group)
-            for parts in of_group.values():
-                self.parts += parts
-        for part in self.parts:
+                self._add(param, number, by_kind)
+            parts += chain.from_iterable(by_kind.values())
+        for part in parts:
             if part.kind.streamed_to is not None:
                 self._stream(part)
+        return parts
 
-    def fit(self) -> bool:
-        """Whether all storages are still those that were bound."""
-        return addresses(self._tensors) == self._addresses
-
-    def _add(self, param: Tensor, number: int, of_group: dict[Kind, list[Part]]) -> None:
+    def _add(self, param: Tensor, number: int, by_kind: dict[Kind, list[Part]]) -> None:
         """Adds a parameter to the last part of its kind; what is too large, piece by piece."""
         own, options, weights = self._state[param], self._groups[number], local(param)
         in_fp32 = options.updates_in_fp32(param.dtype)
         rounding = self._rounding.tensor(param, options) if in_fp32 else None
-        if self._replicas is not None and is_row_divided(param, self._replicas):
-            weights = weights[rows_of(param, self._replicas)]
+        rows = divided_rows(param, self._replicas)
+        if rows is not None:
+            weights = weights[rows]
             if options.weight_rounding == "stochastic" and rounding is not None:
-                rounding = rounding[rows_of(param, self._replicas)]  # a residual has these rows
+                rounding = rounding[rows]  # a residual has these rows
         moments = [local(own["exp_avg"]), local(own["exp_avg_sq"])]
         fetch = self._offload.fetch(own["exp_avg"], moments[0])
         streamed_to = None if fetch is None else fetch.device
@@ -184,11 +180,11 @@ class Parts:
                 self._slot_bytes[streamed_to] = self._offload.slot_bytes(streamed_to)
             slots = self._slot_bytes[streamed_to] // STREAMED_SHARE
             limit = min(slots, STREAMED_BYTES) - 3 * ALIGNMENT
-        parts = of_group.setdefault(kind, [])
+        parts = by_kind.setdefault(kind, [])
         for index in _pieces(weights, max(1, limit // each) if each else None):
             size = each * narrow(weights, index).numel()
             if not parts or parts[-1].size + size > limit:
-                parts.append(Part(kind))
+                parts.append(Part(kind, rounding=[] if in_fp32 else None))
             part = parts[-1]
             part.size += size
             part.params.append(param)
@@ -198,7 +194,7 @@ class Parts:
             part.steps.append(own["step"])
             part.index.append(index)
             part.is_last.append(False)
-            if rounding is not None:
+            if rounding is not None and part.rounding is not None:
                 part.rounding.append(narrow(rounding, index))
         parts[-1].is_last[-1] = True
 
@@ -210,7 +206,7 @@ class Parts:
             return list(map(self._offload.fetch, states, tensors))
 
         columns = [fetches("exp_avg", part.exp_avgs), fetches("exp_avg_sq", part.exp_avg_sqs)]
-        if part.rounding:
+        if part.rounding is not None:
             columns.append(fetches("weight_residual", part.rounding))
         part.load = Load(columns)
 
@@ -253,13 +249,10 @@ def _divide(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
         yield from _divide((*box[:dim], interval, *box[dim + 1 :]), dims, most)
 
 
-def is_row_divided(param: Tensor, replicas: Replicas) -> bool:
-    """Whether replicas divide the work on a parameter of AdamW's by rows."""
-    return not is_dtensor(param) and is_divided(param.shape, len(replicas.ranks))
-
-
-def rows_of(param: Tensor, replicas: Replicas) -> slice:
-    """The rows of a parameter that this rank updates."""
+def divided_rows(param: Tensor, replicas: Optional[Replicas]) -> Optional[slice]:
+    """The rows of a parameter that this rank updates, if replicas divide them; None for all."""
+    if replicas is None or is_dtensor(param) or not is_divided(param.shape, len(replicas.ranks)):
+        return None
     return slice(*shard_interval(param.shape[0], len(replicas.ranks), replicas.group.rank()))
 
 
@@ -273,136 +266,50 @@ def _lie_alike(tensors: Sequence[Tensor]) -> bool:
     return all(t.shape == shape and t.stride() == stride for t in tensors) and is_dense(tensors[0])
 
 
-class AdamWStep:
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2) in one step, part by part.
-
-    It works on the local shards of DTensors, as AdamW is element-wise. Gradients are only read; an
-    absent one counts as zeros. In ZeRO-2 plain parameters take mean gradients; each rank updates
-    its rows of those that are divided, and gets the other rows from the other ranks.
+def update(
+    part: Part,
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    options: Group,
+    rounded_by: Optional[list[RoundedBy]],
+    clip: Optional[list[Optional[Tensor]]],
+    counts: bool,
+) -> None:
+    """Updates one part by AdamW (Loshchilov & Hutter 2019, algorithm 2); then clips by QK-Clip.
 
     Args:
-        bound: what takes part.
-        groups: all groups of the optimizer, as they are in this step.
-        replicas: the replicas that average gradients and divide the work, in ZeRO-2; else None.
-        rounding: has what weights that are updated in fp32 are rounded by.
-        clip: has QK-Clip's factors on a parameter's rows, applied after the update; or None.
+        grads: of the part's tensors; only read.
+        exp_avgs, exp_avg_sqs: the part's, on the device.
+        options: of the part's group.
+        rounded_by: what weights that are updated in fp32 are rounded by; else None.
+        clip: as in `core.clip_weights`; None without QK-Clip.
         counts: whether the step counts, or only creates state.
-
-    Attributes:
-        means: averages gradients; in ZeRO-2 only.
     """
-
-    means: MeanGradients
-
-    def __init__(
-        self,
-        bound: Parts,
-        groups: Sequence[Group],
-        replicas: Optional[Replicas],
-        rounding: Rounding,
-        clip: Optional[Callable[[Tensor], Optional[Tensor]]],
-        counts: bool = True,
-    ):
-        self._bound = bound
-        self._groups = groups
-        self._replicas = replicas
-        self._rounding = rounding
-        self._clip = clip
-        self._counts = counts
-        self._averaged: dict[Tensor, int] = {}
-        self._means: dict[Tensor, Tensor] = {}  # of parameters of which further pieces come
-        self._gathering: list[RowAllGather] = []
-        if replicas is not None:
-            from .distributed.zero2 import MeanGradients  # loaded where it is used
-
-            plain = [p for params in bound.taking_part for p in params if not is_dtensor(p)]
-            self._averaged = {param: number for number, param in enumerate(plain)}
-            divided = [is_row_divided(param, replicas) for param in plain]
-            self.means = MeanGradients(plain, divided, replicas.group)
-
-    def buckets_needed(self) -> list[int]:
-        """For each part, how many buckets of gradients have to be averaged before it."""
-        needed, count = [], 0
-        for params in self._bound.taking_part:
-            count += sum(param in self._averaged for param in params)
-            needed.append(self.means.bucket_plan.prefix_counts[count])
-        return [needed[part.group] for part in self._bound.parts]
-
-    def update(self, part: Part, bring: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
-        """Updates one part; ``bring`` brings a list of its tensors to the device."""
-        options, kind = self._groups[part.group], part.kind
-        grads = self._grads(part)
-        exp_avgs, exp_avg_sqs = bring(part.exp_avgs), bring(part.exp_avg_sqs)
-        rounded_by: Optional[list[RoundedBy]] = None
-        weights = part.weights
-        if kind.in_fp32:
-            rounded_by = self._rounding.by(part.params, bring(part.rounding), options)
-            weights = widen(part.weights, rounded_by)
-            grads = [grad.to(torch.float32) for grad in grads]
-        # The step of a tensor in several pieces is counted with the last one.
-        steps = [
-            step if is_last and self._counts else step.clone()
-            for step, is_last in zip(part.steps, part.is_last)
-        ]
-        columns = weights, grads, exp_avgs, exp_avg_sqs, steps
-        alike = [grad.stride() == weight.stride() for grad, weight in zip(grads, weights)]
-        if not kind.fused or all(alike):
-            _call_adamw(columns, kind.fused, kind.capturable, options)
-        else:
-            for fused in (True, False):
-                chosen = [is_alike is fused for is_alike in alike]
-                some = tuple(list(compress(column, chosen)) for column in columns)
-                _call_adamw(some, fused, kind.capturable, options)
-        if rounded_by is not None:
-            round_into(weights, part.weights, rounded_by)
-        if self._clip is not None:
-            factors = map(self._factors, part.params, part.weights, part.index)
-            clip_weights(part.weights, list(factors), rounded_by)
-        # A DTensor and its shard have a version counter each; the fused kernel changes neither.
-        torch.autograd.graph.increment_version(list(compress(part.params, part.is_last)))
-
-    def share_rows(self, group: int) -> None:
-        """Starts the all-gather that brings every replica the updated rows of a group."""
-        from .distributed.zero2 import RowAllGather
-
-        replicas = self._replicas
-        assert replicas is not None
-        params = self._bound.taking_part[group]
-        divided = [param for param in params if is_row_divided(param, replicas)]
-        self._gathering.append(RowAllGather(divided, replicas.group))
-        self._gathering[-1].launch()
-
-    def wait(self) -> None:
-        """Waits until the rows of all replicas have come."""
-        for rows in self._gathering:
-            rows.wait()
-
-    def _grads(self, part: Part) -> list[Tensor]:
-        """The gradients of a part's tensors, local ones or means."""
-        grads = []
-        held = raw_locals([param.grad for param in part.params])
-        for param, grad, index, is_last in zip(part.params, held, part.index, part.is_last):
-            if param in self._averaged:
-                grad = self._means.pop(param, None)
-                grad = self.means.result(self._averaged[param]) if grad is None else grad
-                if not is_last:
-                    self._means[param] = grad
-            elif grad is None:
-                grad = torch.zeros_like(local(param))
-            grad = grad if index is None else narrow(grad, index)
-            grads.append(grad if part.kind.in_fp32 else grad.to(param.dtype))
-        return grads
-
-    def _factors(self, param: Tensor, weight: Tensor, index: Optional[Index]) -> Optional[Tensor]:
-        """QK-Clip's factors on a piece of a parameter, or None."""
-        assert self._clip is not None
-        factors = self._clip(param)
-        if factors is None:
-            return None
-        if self._replicas is not None and is_row_divided(param, self._replicas):
-            factors = factors[rows_of(param, self._replicas)]
-        # The two devices differ only for parameters in host memory.
-        return narrow(factors, index).to(weight.device)
+    weights, fused = part.weights, part.kind.fused
+    if rounded_by is not None:
+        weights = widen(weights, rounded_by)
+        grads = [grad.to(torch.float32) for grad in grads]
+    # The step of a tensor in several pieces is counted with the last one.
+    steps = [
+        step if is_last and counts else step.clone()
+        for step, is_last in zip(part.steps, part.is_last)
+    ]
+    columns = weights, grads, exp_avgs, exp_avg_sqs, steps
+    alike = [grad.stride() == weight.stride() for grad, weight in zip(grads, weights)]
+    if not fused or all(alike):
+        _call_adamw(columns, fused, part.kind.capturable, options)
+    else:
+        for is_fused in (True, False):
+            chosen = [is_alike is is_fused for is_alike in alike]
+            some = tuple(list(compress(column, chosen)) for column in columns)
+            _call_adamw(some, is_fused, part.kind.capturable, options)
+    if rounded_by is not None:
+        round_into(weights, part.weights, rounded_by)
+    if clip is not None:
+        clip_weights(part.weights, clip, rounded_by)
+    # A DTensor and its shard have a version counter each; the fused kernel changes neither.
+    torch.autograd.graph.increment_version(list(compress(part.params, part.is_last)))
 
 
 def _call_adamw(

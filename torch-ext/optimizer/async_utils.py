@@ -13,8 +13,7 @@ have gradients.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from .distributed.plan import Plan, ranks_sort_key
@@ -29,11 +28,10 @@ GATHERS_AHEAD = 2
 class Do(enum.Enum):
     """What an event does."""
 
-    AVERAGE = "average gradients"  # launches the mean, over replicas, of one of Muon's buckets
+    AVERAGE = "average gradients"  # launches the mean, over replicas, of one bucket
     GATHER = "momentum, gather"  # updates the momentum of one chunk, launches its gather
     ORTHOGONALIZE = "orthogonalize, scatter"  # orthogonalizes one chunk, launches its scatter
     UPDATE = "update weights"  # updates the weights of one chunk
-    AVERAGE_OTHERS = "average AdamW's gradients"  # launches the mean of one bucket
     ADAMW = "AdamW"  # updates one part of its parameters
     SHARE_ROWS = "gather AdamW's rows"  # brings the updated rows of one group to all replicas
 
@@ -55,40 +53,6 @@ class Event(NamedTuple):
     def chunk(self) -> tuple[int, int]:
         """Identifies the chunk: the number of its lane, and its number in the lane."""
         return self.lane, self.number
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """The buckets of gradients that ZeRO-2 averages, and the events that wait for them.
-
-    Args:
-        ranks: the ranks that average, ascending.
-        buckets: how many buckets hold gradients of matrices.
-        needed: how many of these buckets each chunk waits for, by `Event.chunk`.
-        adamw_needed: how many buckets of AdamW's gradients each of AdamW's parts waits for.
-    """
-
-    ranks: tuple[int, ...]
-    buckets: int
-    needed: Mapping[tuple[int, int], int]
-    adamw_needed: Sequence[int]
-
-
-@dataclass(frozen=True)
-class ScheduleInputs:
-    """What the order of a step depends on, beside its plan.
-
-    Args:
-        adamw_parts: AdamW's parts, in the order of their updates: of each the number of its group,
-            and the bytes of state that it brings from host memory.
-        prefetch_bytes: bytes of momentum that each chunk brings from host memory, by `Event.chunk`;
-            None if the step prefetches nothing.
-        averaging: what ZeRO-2 averages; None without ZeRO-2.
-    """
-
-    adamw_parts: Sequence[tuple[int, int]]
-    prefetch_bytes: Mapping[tuple[int, int], int] | None
-    averaging: Averaging | None
 
 
 def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
@@ -147,8 +111,13 @@ def lanes_order(
     yield from last_updates
 
 
-def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
-    """All events of a rank's step of a plan, in order.
+def schedule(
+    plan: Plan,
+    adamw_parts: Sequence[tuple[int, int]],
+    prefetch_bytes: Optional[Mapping[tuple[int, int], int]],
+    averaging: Optional[tuple[int, ...]],
+) -> tuple[Event, ...]:
+    """All events of a rank's step of a plan, in order; `with_averages` adds those of ZeRO-2.
 
     Half of the work of local lanes comes while the first chunks are gathered, and half while the
     last ones are scattered. AdamW, too, comes while the first chunks are gathered; but if state
@@ -158,9 +127,15 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     averaging ranks have a lane, AdamW comes while the first chunks of that lane are gathered; if
     not, it comes where their lane would be. In any other position, ranks whose first lanes differ
     would use one process group in different orders.
+
+    Args:
+        plan: of the step.
+        adamw_parts: AdamW's parts, in the order of their updates: of each the number of its group,
+            and the bytes of state that it brings from host memory.
+        prefetch_bytes: bytes of momentum that each chunk brings from host memory, by `Event.chunk`;
+            None if the step prefetches nothing.
+        averaging: the ranks that average gradients, ascending; None without ZeRO-2.
     """
-    averaging = inputs.averaging
-    interleaves = inputs.prefetch_bytes is not None and averaging is None
     # Gradients are averaged in the order of lanes. If all lanes began to gather at once, the step
     # would wait for nearly all gradients at its very beginning.
     lanes = [(len(lane.chunks), lane.in_flight) for lane in plan.lanes]
@@ -170,12 +145,36 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     first, last = (computing[0], computing[-1] + 1) if computing else (0, 0)
     before, after = _local_events(plan)
     events = [*traffic[:first], *before, *traffic[first:last], *after, *traffic[last:]]
-    if not interleaves:
-        at = _place_of_adamw(events, plan, averaging)
-        events[at:at] = _adamw(inputs)
-    if averaging is not None:
-        return tuple(_with_averaging(events, averaging))
-    return tuple(_interleave(events, plan, inputs) if interleaves else events)
+    if prefetch_bytes is not None and averaging is None:
+        return tuple(_interleave(events, plan, adamw_parts, prefetch_bytes))
+    at = _place_of_adamw(events, plan, averaging)
+    for number, (group, _) in enumerate(adamw_parts):
+        events.insert(at, Event(Do.ADAMW, number=number))
+        at += 1
+        is_last = number + 1 == len(adamw_parts) or adamw_parts[number + 1][0] != group
+        if averaging is not None and is_last:
+            events.insert(at, Event(Do.SHARE_ROWS, number=group))
+            at += 1
+    return tuple(events)
+
+
+def with_averages(
+    events: Iterable[Event], needed: Mapping[Event, int], buckets: int
+) -> Iterator[Event]:
+    """Yields the events; before each, launches of the buckets of gradients that it needs, and of
+    some more.
+
+    Args:
+        events: of a step.
+        needed: how many buckets each event and those before it need.
+        buckets: how many there are.
+    """
+    launched = 0
+    for event in events:
+        while needed[event] and launched < min(needed[event] + BUCKETS_AHEAD, buckets):
+            yield Event(Do.AVERAGE, number=launched)
+            launched += 1
+        yield event
 
 
 def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
@@ -197,14 +196,16 @@ def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
     return parts
 
 
-def _place_of_adamw(events: Sequence[Event], plan: Plan, averaging: Optional[Averaging]) -> int:
+def _place_of_adamw(
+    events: Sequence[Event], plan: Plan, averaging: Optional[tuple[int, ...]]
+) -> int:
     """The index among the events before which AdamW's parts come."""
     number, while_gathered = 0, True
-    if averaging is not None and len(averaging.ranks) > 1:
-        key = ranks_sort_key(averaging.ranks)
+    if averaging is not None and len(averaging) > 1:
+        key = ranks_sort_key(averaging)
         number = sum(ranks_sort_key(lane.peers) < key for lane in plan.lanes)
         in_lanes = number < len(plan.lanes)
-        while_gathered = in_lanes and plan.lanes[number].peers == averaging.ranks
+        while_gathered = in_lanes and plan.lanes[number].peers == averaging
     if number == len(plan.lanes):  # that is the number of a local lane
         return len(events)
     places = (
@@ -215,50 +216,12 @@ def _place_of_adamw(events: Sequence[Event], plan: Plan, averaging: Optional[Ave
     return next(places, len(events))
 
 
-def _with_averaging(events: Sequence[Event], averaging: Averaging) -> Iterator[Event]:
-    """Yields the events; before each, launches of the buckets of gradients that it needs."""
-    launched = 0
-    for event in events:
-        needed = averaging.needed[event.chunk] if event.do is Do.GATHER else 0
-        launches = _launches(Do.AVERAGE, launched, needed, averaging.buckets)
-        launched += len(launches)
-        yield from launches
-        yield event
-
-
-def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
-    """The launches of the buckets that are needed and of some more, without those launched already.
-
-    Args:
-        do: what the launches do, `Do.AVERAGE` or `Do.AVERAGE_OTHERS`.
-        launched: how many buckets have been launched.
-        needed: how many buckets the next event waits for; 0 launches none.
-        buckets: how many there are.
-    """
-    end = min(needed + BUCKETS_AHEAD, buckets) if needed else 0
-    return [Event(do, number=bucket) for bucket in range(launched, end)]
-
-
-def _adamw(inputs: ScheduleInputs) -> list[Event]:
-    """AdamW's events: means of gradients are launched before the parts that need them.
-
-    The rows of a group are gathered after its last part.
-    """
-    averaging, parts = inputs.averaging, inputs.adamw_parts
-    if averaging is None:
-        return [Event(Do.ADAMW, number=number) for number in range(len(parts))]
-    events: list[Event] = []
-    launched, buckets = 0, max(averaging.adamw_needed, default=0)
-    for number, ((group, _), needed) in enumerate(zip(parts, averaging.adamw_needed)):
-        launches = _launches(Do.AVERAGE_OTHERS, launched, needed, buckets)
-        launched += len(launches)
-        events += [*launches, Event(Do.ADAMW, number=number)]
-        if number + 1 == len(parts) or parts[number + 1][0] != group:
-            events.append(Event(Do.SHARE_ROWS, number=group))
-    return events
-
-
-def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> Iterator[Event]:
+def _interleave(
+    events: Sequence[Event],
+    plan: Plan,
+    parts: Sequence[tuple[int, int]],
+    prefetch_bytes: Mapping[tuple[int, int], int],
+) -> Iterator[Event]:
     """Puts AdamW's parts between the chunks, for steps whose state comes from the host.
 
     AdamW's own arithmetic is too short to hide the copies of its state. So after each chunk come as
@@ -266,8 +229,6 @@ def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> 
     chunks' arithmetic that is done. The last chunk's arithmetic does not count: it hides what is
     left to write back.
     """
-    prefetch_bytes, parts = inputs.prefetch_bytes, inputs.adamw_parts
-    assert prefetch_bytes is not None
     flops = {
         (lane_number, number): sum(plan.flops(batch) for batch in chunk.batches)
         for lane_number, lane in enumerate(plan.all_lanes)

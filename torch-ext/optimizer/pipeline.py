@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from . import core
+from . import adamw, core
 from .async_utils import Do, Event
 from .distributed.exchange import Exchange
 from .newton_schulz.iteration import Eps, orthogonalize
@@ -119,9 +119,10 @@ def update_weights(event: Event, step: Step) -> None:
             options = step.groups[pieces.group]
             decay_scale = pieces.scale if options.decay_lr == "adjusted" else 1.0
             factors = _factors(pieces, exchange, bring, step)
-            rounded_by, weights = step.rounded_by(pieces, bring), bring(pieces.tensors)
+            params = [step.params[number] for number in pieces.entries]
+            rounded_by = step.rounded_by(params, pieces, bring)
             step.watched(core.update_weights, pieces)(
-                weights,
+                bring(pieces.tensors),
                 pieces.views(U),
                 rate=options.lr * pieces.scale,
                 decay=options.lr * options.weight_decay * decay_scale,
@@ -136,9 +137,20 @@ def update_weights(event: Event, step: Step) -> None:
 
 def update_adamw(event: Event, step: Step) -> None:
     """Updates one part of AdamW's parameters."""
+    part = step.bound.parts[event.number]
     step.has_written = True
     with record_function("Muon.adamw"), step.on_device(event) as bring:
-        step.adamw.update(step.bound.parts.parts[event.number], bring)
+        exp_avgs, exp_avg_sqs = bring(part.exp_avgs), bring(part.exp_avg_sqs)
+        adamw.update(
+            part,
+            step.adamw_gradients(part),
+            exp_avgs,
+            exp_avg_sqs,
+            step.groups[part.group],
+            rounded_by=step.rounded_by(part.params, part, bring),
+            clip=step.clip_adamw(part),
+            counts=not step.only_creates,
+        )
 
 
 DOES: dict[Do, Callable[[Event, Step], None]] = {
@@ -146,9 +158,8 @@ DOES: dict[Do, Callable[[Event, Step], None]] = {
     Do.GATHER: update_momentum,
     Do.ORTHOGONALIZE: orthogonalize_and_scatter,
     Do.UPDATE: update_weights,
-    Do.AVERAGE_OTHERS: lambda event, step: step.adamw.means.launch(),
     Do.ADAMW: update_adamw,
-    Do.SHARE_ROWS: lambda event, step: step.adamw.share_rows(event.number),
+    Do.SHARE_ROWS: lambda event, step: step.share_rows(event.number),
 }
 
 

@@ -155,8 +155,7 @@ class MeanGradients:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._on_read = on_read
         self._scratch = Scratch() if scratch is None else scratch
-        gradients = [gradient_in_bucket(p, cut, self._ranks) for p, cut in zip(params, divided)]
-        self.bucket_plan = plan_buckets(tuple(gradients), self._ranks)
+        self.bucket_plan = buckets_of(params, divided, self._ranks)
         self.launched = 0
         # Work to wait for, bucket, buffer that is sent, the buffer again if it is staging, mean.
         self._in_flight: deque[tuple[Any, Bucket, Tensor, Optional[Tensor], Tensor]] = deque()
@@ -241,6 +240,12 @@ class MeanGradients:
         _copy_rows(pairs, into_slots=True)
         if _divides_first(bucket):
             buffer.div_(self._ranks)
+
+
+def buckets_of(params: Sequence[Tensor], divided: Sequence[bool], ranks: int) -> BucketPlan:
+    """The buckets in which the gradients of parameters are averaged, see `MeanGradients`."""
+    gradients = [gradient_in_bucket(param, cut, ranks) for param, cut in zip(params, divided)]
+    return plan_buckets(tuple(gradients), ranks)
 
 
 def gradient_in_bucket(param: Tensor, divided: bool, ranks: int) -> BucketTensor:

@@ -213,7 +213,7 @@ def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
     for event in schedule:
         row: dict[str, Any] = {"event": event.do.value, "what": ""}
         row.update(matrices=0, flops=0, sent_bytes=0)
-        if event.do in (Do.AVERAGE, Do.AVERAGE_OTHERS):
+        if event.do is Do.AVERAGE:
             row["what"] = f"bucket {event.number}"
         elif event.do is Do.ADAMW:
             row["what"] = f"part {event.number}"

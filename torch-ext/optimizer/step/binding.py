@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 from itertools import chain, compress
 from typing import Any, NamedTuple, Optional
 
+import torch
 from torch import Tensor
 
 from .. import adamw
-from ..async_utils import Averaging, Do, Event, ScheduleInputs, schedule
-from ..cpu_offload import CPUOffload, Fetch, Load
+from ..async_utils import Do, Event, schedule, with_averages
+from ..cpu_offload import CPUOffload, Fetch, Load, Ring
 from ..distributed import dtensors, process_groups, regions
 from ..distributed.chunks import Batch, Chunk, Share
 from ..distributed.plan import Lane, Plan
+from ..distributed.replicas import Replicas
 from ..distributed.units import Unit
 from ..matrices import LocalPart
 from ..parameters.options import Group, Settings
@@ -181,14 +183,22 @@ class BoundChunk:
 class Bound:
     """A plan, bound to parameters and state, and the order of its events.
 
+    It is made for a plan and for the storages of the tensors that it binds, and valid as long as
+    both are; `prepare` chooses what takes part in a step.
+
     Args:
         params, state: of Muon, in the order of the plan's entries.
 
     Attributes:
         chunks: those of the step, by number of the lane and of the chunk; without what is absent.
-        parts: AdamW's.
+        taking_part: AdamW's parameters that take part, by group.
+        parts: of these.
+        averaged: the parameters whose gradients replicas average, in ZeRO-2, in the order in which
+            the step needs them; of each the number of its entry, None for one of AdamW's, and
+            whether this rank gets only its rows.
         schedule: all events of the step, in order.
         loads: what an event brings from host memory.
+        rings: that bring these loads, by device.
         last_exchange: the event that waits for the last updates from other ranks, None without
             traffic.
         last_reads: entries whose gradient no event reads after a chunk's; by None, those whose
@@ -197,9 +207,10 @@ class Bound:
         on_host: entries whose weights are in host memory, but are updated on a device.
     """
 
-    parts: adamw.Parts
+    averaged: dict[Tensor, tuple[Optional[int], bool]]
     schedule: tuple[Event, ...]
     loads: dict[Event, Load]
+    rings: dict[torch.device, Ring]
     last_reads: dict[Optional[tuple[int, int]], list[int]]
     last_exchange: Optional[Event]
 
@@ -237,73 +248,106 @@ class Bound:
         for number, lane in enumerate(plan.all_lanes):
             for at in range(len(lane.chunks)):
                 self._whole[number, at] = self._chunk(lane, at)
-        self._momentum_bytes: Optional[dict[tuple[int, int], int]] = None
-        if self._streams:
-            chunks = self._whole.items()
-            self._momentum_bytes = {key: chunk.momentum_bytes for key, chunk in chunks}
         self.chunks, self._absent = self._whole, frozenset[int]()
-        self._taking_part: object = None
-        self._inputs: Optional[ScheduleInputs] = None
-        self._has_loads = False
+        self.taking_part: Sequence[Sequence[Tensor]] = ()
+        self.parts: list[adamw.Part] = []
+        self._chosen: object = None
 
     def fits(self) -> bool:
         """Whether all storages are still those that were bound."""
         return dtensors.addresses(self._tensors) == self._addresses
 
-    def choose(self, absent: frozenset[int], adamw_params: Sequence[Sequence[Tensor]]) -> None:
-        """Leaves out the entries that take no part in a step; binds AdamW's parameters of each
-        group that do."""
-        if absent != self._absent:
-            self._absent, self._has_loads = absent, False
-            self.chunks = self._whole
-            if absent:
-                self.chunks = {key: chunk.without(absent) for key, chunk in self._whole.items()}
-        taking_part = [list(map(id, params)) for params in adamw_params]
-        if taking_part != self._taking_part or not self.parts.fit():
-            self._taking_part, self._has_loads = taking_part, False
-            self.parts = adamw.Parts(
-                self._groups,
-                adamw_params,
-                self._state,
-                self._settings.divided,
-                self._offload,
-                self._rounding,
-            )
+    def prepare(
+        self,
+        absent: frozenset[int],
+        taking_part: Sequence[Sequence[Tensor]],
+        grads: Sequence[Optional[Tensor]],
+    ) -> None:
+        """Chooses what takes part in a step, if it is something else than in the last one.
 
-    def order(self, averaging: Optional[Averaging], grads: Sequence[Optional[Tensor]]) -> None:
-        """Makes the schedule, and what its events bring from host memory, if they have changed."""
-        inputs = ScheduleInputs(
-            [(part.group, part.nbytes) for part in self.parts.parts],
-            self._momentum_bytes,
-            averaging,
+        Args:
+            absent: entries that take no part.
+            taking_part: AdamW's parameters that do, by group.
+            grads: of the entries, as far as there are any.
+        """
+        adamw_params = [list(map(id, params)) for params in taking_part]
+        is_chosen = self._chosen == (absent, adamw_params)
+        if not is_chosen:
+            self._choose(absent, taking_part)
+            self._chosen = absent, adamw_params
+        if self._streams and (self.on_host or not is_chosen):
+            self._load(grads)  # gradients in host memory are other tensors in each step
+
+    def _choose(self, absent: frozenset[int], taking_part: Sequence[Sequence[Tensor]]) -> None:
+        if absent != self._absent:
+            self.chunks = {key: chunk.without(absent) for key, chunk in self._whole.items()}
+            self._absent = absent
+        replicas = self._settings.divided
+        binder = adamw.Binder(self._groups, self._state, replicas, self._offload, self._rounding)
+        self.taking_part, self.parts = taking_part, binder.parts(taking_part)
+        self._tensors = _tensors_of(chain(self.params, *taking_part), self._state)
+        self._addresses = dtensors.addresses(self._tensors)
+        self.loads, self.rings = {}, {}
+        self.schedule = schedule(
+            self.plan,
+            [(part.group, part.nbytes) for part in self.parts],
+            {k: c.momentum_bytes for k, c in self._whole.items()} if self._streams else None,
+            None if replicas is None else tuple(sorted(replicas.ranks)),
         )
-        if inputs != self._inputs:
-            self._inputs, self.schedule = inputs, schedule(self.plan, inputs)
-            self._has_loads = False
-            lanes = range(len(self.plan.lanes))
-            updates = [e for e in self.schedule if e.do is Do.UPDATE and e.lane in lanes]
-            self.last_exchange = updates[-1] if updates else None
-            last: dict[int, Optional[tuple[int, int]]] = dict.fromkeys(range(len(self.params)))
-            for event in self.schedule:
-                if event.do is Do.GATHER:
-                    last.update(dict.fromkeys(self._whole[event.chunk].reads, event.chunk))
-            self.last_reads = {None: [], **{key: [] for key in self._whole}}
-            for entry, key in last.items():
-                self.last_reads[key].append(entry)
-        # Gradients in host memory are other tensors in each step.
-        if self._has_loads and not self.on_host:
-            return
-        self._has_loads, self.loads = True, {}
-        for event in self.schedule if self._streams else ():
+        self.averaged = {}
+        if replicas is not None:
+            self._average(replicas)
+        lanes = range(len(self.plan.lanes))
+        updates = [e for e in self.schedule if e.do is Do.UPDATE and e.lane in lanes]
+        self.last_exchange = updates[-1] if updates else None
+        last: dict[int, Optional[tuple[int, int]]] = dict.fromkeys(range(len(self.params)))
+        for event in self.schedule:
+            if event.do is Do.GATHER:
+                last.update(dict.fromkeys(self._whole[event.chunk].reads, event.chunk))
+        self.last_reads = {None: [], **{key: [] for key in self._whole}}
+        for entry, key in last.items():
+            self.last_reads[key].append(entry)
+
+    def divided_rows(self, param: Tensor) -> Optional[slice]:
+        """The rows of one of AdamW's parameters that this rank updates; None for all of them."""
+        return adamw.divided_rows(param, self._settings.divided)
+
+    def _average(self, replicas: Replicas) -> None:
+        """Adds to the schedule the means of gradients, bucket by bucket, before it needs them."""
+        from ..distributed.zero2 import buckets_of  # loaded where it is used
+
+        needed: dict[Event, int] = {}  # gradients, by event
+        for event in self.schedule:
+            if event.do is Do.GATHER:
+                for number in self._whole[event.chunk].reads:
+                    if self.plan.entries[number].momentum is not None:
+                        self.averaged.setdefault(self.params[number], (number, True))
+            elif event.do is Do.ADAMW:
+                # All of the group's, since parts may be others on other ranks.
+                for param in self.taking_part[self.parts[event.number].group]:
+                    if not dtensors.is_dtensor(param):
+                        is_divided = self.divided_rows(param) is not None
+                        self.averaged.setdefault(param, (None, is_divided))
+            needed[event] = len(self.averaged)
+        divided = [is_divided for _, is_divided in self.averaged.values()]
+        counts = buckets_of(list(self.averaged), divided, len(replicas.ranks)).prefix_counts
+        needed = {event: counts[count] for event, count in needed.items()}
+        self.schedule = tuple(with_averages(self.schedule, needed, counts[-1]))
+
+    def _load(self, grads: Sequence[Optional[Tensor]]) -> None:
+        """Says what each event brings from host memory."""
+        self.loads = {}
+        for event in self.schedule:
             load: Optional[Load] = None
             if event.do is Do.GATHER:
                 load = self._momentum_load(self.chunks[event.chunk], grads)
             elif event.do is Do.UPDATE:
                 load = self._weights_load(self.chunks[event.chunk])
             elif event.do is Do.ADAMW:
-                load = self.parts.parts[event.number].load
+                load = self.parts[event.number].load
             if load is not None and load.device is not None:
                 self.loads[event] = load
+        self.rings = self._offload.rings(self.loads.values())
 
     def _chunk(self, lane: Lane, number: int) -> BoundChunk:
         chunk = lane.chunks[number]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 from torch import Tensor
 
 from .. import adamw, core
-from ..async_utils import Averaging, Event
+from ..async_utils import Event
 from ..cpu_offload import CPUOffload
 from ..distributed import dtensors
 from ..distributed.exchange import Exchange
@@ -22,7 +22,7 @@ from ..weight_rounding import RoundedBy
 from .binding import Bound, Pieces, State
 
 if TYPE_CHECKING:
-    from ..distributed.zero2 import MeanGradients
+    from ..distributed.zero2 import MeanGradients, RowAllGather
     from ..extras.audit import Audit
     from ..qk_clip.clip import Clipping
 
@@ -42,14 +42,13 @@ class Step:
     Attributes:
         params: Muon's, in the order of the plan's entries.
         exchanges: of the chunks in flight, by `Event.chunk`.
-        means: averages gradients of Muon's; in ZeRO-2 only.
+        means: averages gradients; in ZeRO-2 only.
         has_written: whether parameters or state may have changed.
         has_released: whether some gradients were set to None.
         has_exchanged: whether the last updates from other ranks have come.
     """
 
     bound: Bound
-    adamw: adamw.AdamWStep
     means: MeanGradients
 
     def __init__(
@@ -72,17 +71,20 @@ class Step:
         self.clipping = clipping
         self.rounding = rounding
         self.audit = audit
+        self.only_creates = only_creates
         self.scratch = Scratch()
         self.exchanges: dict[tuple[int, int], Exchange] = {}
         self.has_written = self.has_released = self.has_exchanged = False
         self.params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self.absent = absent
-        self._only_creates = only_creates
         self._state = state
         self._offload = offload
         self._last_bound = bound if bound is not None and bound.plan is plan else None
+        # Of each entry, as long as an event is to read it; None where there is none yet.
         self._grads: list[Optional[Tensor]] = []
-        self._averaged: dict[int, int] = {}  # by entry, its number among averaged gradients
+        self._averaged: dict[Tensor, int] = {}  # by parameter, the number of its mean
+        self._means: dict[Tensor, Tensor] = {}  # of AdamW's parameters of which more pieces come
+        self._sharing: list[RowAllGather] = []
 
     def __enter__(self) -> Step:
         bound = self._last_bound
@@ -97,28 +99,15 @@ class Step:
                 self.rounding,
             )
         self.bound = bound
-        bound.choose(
-            self.absent,
-            [[] if group.use_muon else group.taking_part() for group in self.groups],
-        )
-        divided = self.settings.divided
-        self.adamw = adamw.AdamWStep(
-            bound.parts,
-            self.groups,
-            divided,
-            self.rounding,
-            None if self.clipping is None else self.clipping.scale,
-            counts=not self._only_creates,
-        )
-        self._grads = dtensors.raw_locals([param.grad for param in self.params])
-        averaging = None if divided is None else self._begin_averaging(divided)
-        self.read_gradients([n for n in bound.on_host - self.absent if n not in self._averaged])
-        bound.order(averaging, self._grads)
-        self._rings = self._offload.rings(bound.loads.values()) if bound.loads else {}
+        self._read_local_gradients(bound)
+        taking_part = [[] if group.use_muon else group.taking_part() for group in self.groups]
+        bound.prepare(self.absent, taking_part, self._grads)
+        if self.settings.divided is not None:
+            self._begin_averaging(self.settings.divided.group)
         if self.audit is not None:
             self.audit.begin(self)
         try:
-            for ring in self._rings.values():
+            for ring in bound.rings.values():
                 ring.open()
         except BaseException:
             self.__exit__()
@@ -127,7 +116,7 @@ class Step:
 
     def __exit__(self, *error: object) -> None:
         """Ends copies; makes the host wait for weights in host memory, also after an error."""
-        for ring in self._rings.values():
+        for ring in self.bound.rings.values():
             ring.close()
         if self.bound.on_host:
             entries = self.plan.entries
@@ -140,7 +129,8 @@ class Step:
         torch.autograd.graph.increment_version(
             [param for number, param in sharded if number not in self.absent]
         )
-        self.adamw.wait()
+        for rows in self._sharing:
+            rows.wait()
         if self.clipping is not None:
             self.clipping.finish()
         if self.audit is not None:
@@ -157,7 +147,7 @@ class Step:
         if load is None or load.device is None:
             yield list
             return
-        ring = self._rings[load.device]
+        ring = self.bound.rings[load.device]
         columns = ring.acquire(load)
 
         def bring(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -180,43 +170,41 @@ class Step:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def _begin_averaging(self, replicas: Any) -> Averaging:
-        """Groups gradients into buckets to be averaged, in the order of chunks."""
+    def _read_local_gradients(self, bound: Bound) -> None:
+        """Gets the gradients of entries that replicas do not average."""
+        self._grads = dtensors.raw_locals([param.grad for param in self.params])
+        averaged = set[int]()
+        if self.settings.divided is not None:
+            entries = enumerate(self.plan.entries)
+            averaged = {number for number, entry in entries if entry.momentum is not None}
+            for number in averaged:
+                self._grads[number] = None
+        self.read_gradients(bound.on_host - self.absent - averaged)  # to be brought to the device
+
+    def _begin_averaging(self, group: Any) -> None:
         from ..distributed.zero2 import MeanGradients  # loaded where it is used
 
-        needed: dict[tuple[int, int], int] = {}  # gradients, by chunk
-        for key, chunk in self.bound.chunks.items():
-            for number in chunk.reads:
-                if self.plan.entries[number].momentum is not None:
-                    self._averaged.setdefault(number, len(self._averaged))
-            needed[key] = len(self._averaged)
-        entries = list(self._averaged)
-        for number in entries:
-            self._grads[number] = None  # until the mean has come
-        self.means = MeanGradients(
-            [self.params[number] for number in entries],
-            [True] * len(entries),
-            replicas.group,
-            on_read=lambda index: self.release_gradients([entries[index]]),
-            scratch=self.scratch,
-        )
-        counts = self.means.bucket_plan.prefix_counts
-        return Averaging(
-            tuple(sorted(replicas.ranks)),
-            len(self.means.bucket_plan.buckets),
-            {key: counts[count] for key, count in needed.items()},
-            self.adamw.buckets_needed(),
-        )
+        params, averaged = list(self.bound.averaged), list(self.bound.averaged.values())
+        self._averaged = {param: index for index, param in enumerate(params)}
 
-    def read_gradients(self, numbers: Sequence[int]) -> None:
+        def release(index: int) -> None:
+            number = averaged[index][0]
+            if number is not None:
+                self.release_gradients([number])
+
+        divided = [is_divided for _, is_divided in averaged]
+        self.means = MeanGradients(params, divided, group, release, self.scratch)
+
+    def read_gradients(self, numbers: Iterable[int]) -> None:
         """Gets gradients that are no tensors yet: means of replicas, and zeros for absent ones."""
         for number in numbers:
-            if self._grads[number] is not None:
-                continue
-            if number in self._averaged:
-                self._grads[number] = self.means.result(self._averaged[number])
-            else:
-                self._grads[number] = torch.zeros_like(dtensors.local(self.params[number]))
+            if self._grads[number] is None:
+                self._grads[number] = self._mean_or_zeros(self.params[number])
+
+    def _mean_or_zeros(self, param: Tensor) -> Tensor:
+        if param in self._averaged:
+            return self.means.result(self._averaged[param])
+        return torch.zeros_like(dtensors.local(param))
 
     def gradients_of(self, numbers: Sequence[int]) -> list[Tensor]:
         """This rank's gradients of entries."""
@@ -230,6 +218,20 @@ class Step:
             grads[number] if part is None else part.of(grads[number])
             for number, part in zip(pieces.entries, pieces.parts)
         ]
+
+    def adamw_gradients(self, part: adamw.Part) -> list[Tensor]:
+        """The gradients of a part's tensors, local ones or means."""
+        grads = []
+        held = dtensors.raw_locals([param.grad for param in part.params])
+        for param, grad, index, is_last in zip(part.params, held, part.index, part.is_last):
+            if grad is None or param in self._averaged:
+                grad = self._means.pop(param, None)
+                grad = self._mean_or_zeros(param) if grad is None else grad
+                if not is_last:
+                    self._means[param] = grad
+            grad = adamw.narrow(grad, index)
+            grads.append(grad if part.kind.in_fp32 else grad.to(param.dtype))
+        return grads
 
     def release_gradients(self, numbers: Sequence[int]) -> None:
         """Drops gradients that were read, and sets them to None where their groups ask for that.
@@ -246,12 +248,13 @@ class Step:
 
     # -- weights -------------------------------------------------------------------------------
 
-    def rounded_by(self, pieces: Pieces, bring: Bring) -> Optional[list[RoundedBy]]:
+    def rounded_by(
+        self, params: Sequence[Tensor], of: Union[Pieces, adamw.Part], bring: Bring
+    ) -> Optional[list[RoundedBy]]:
         """What weights are rounded by; None unless they are updated in fp32."""
-        if pieces.rounding is None:
+        if of.rounding is None:
             return None
-        params, group = [self.params[n] for n in pieces.entries], self.groups[pieces.group]
-        return self.rounding.by(params, bring(pieces.rounding), group)
+        return self.rounding.by(params, bring(of.rounding), self.groups[of.group])
 
     def clip(self, pieces: Pieces) -> Optional[list[Optional[Tensor]]]:
         """QK-Clip's factors on weights, None for those that it leaves; None without QK-Clip."""
@@ -264,3 +267,27 @@ class Step:
                 scale = part.of(scale.expand(self.bound.weights[number].shape))
             clip.append(scale)
         return clip
+
+    def clip_adamw(self, part: adamw.Part) -> Optional[list[Optional[Tensor]]]:
+        """QK-Clip's factors on the tensors of a part, as `clip` has them."""
+        if self.clipping is None:
+            return None
+        clip: list[Optional[Tensor]] = []
+        for param, weight, index in zip(part.params, part.weights, part.index):
+            scale, rows = self.clipping.scale(param), self.bound.divided_rows(param)
+            if scale is not None:
+                scale = scale if rows is None else scale[rows]
+                # The two devices differ only for parameters in host memory.
+                scale = adamw.narrow(scale, index).to(weight.device)
+            clip.append(scale)
+        return clip
+
+    def share_rows(self, group: int) -> None:
+        """Starts the all-gather that brings all replicas the updated rows of a group of AdamW's."""
+        from ..distributed.zero2 import RowAllGather
+
+        assert self.settings.divided is not None
+        params = self.bound.taking_part[group]
+        divided = [param for param in params if self.bound.divided_rows(param) is not None]
+        self._sharing.append(RowAllGather(divided, self.settings.divided.group))
+        self._sharing[-1].launch()
