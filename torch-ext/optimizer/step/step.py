@@ -229,7 +229,7 @@ class Step:
                 grad = self._mean_or_zeros(param) if grad is None else grad
                 if not is_last:
                     self._means[param] = grad
-            grad = adamw.narrow(grad, index)
+            grad = grad if index is None else adamw.narrow(grad, index)
             grads.append(grad if part.kind.in_fp32 else grad.to(param.dtype))
         return grads
 
