@@ -3,11 +3,17 @@
 An exchange is made for one chunk in one step, and holds its buffers, all of the wire's dtype. One
 call starts a collective, and a later call waits for it. On accelerators the current stream waits,
 not the host, and all later work is on that stream. So a buffer may be used again once the scratch
-has it back. Alone on its lane, a rank exchanges nothing: what momentum writes is the batch itself,
-and updates take its place.
+has it back. What a buffer holds, and which of them a chunk needs::
 
-Where all ranks get all updates, an all-gather or broadcasts of slots bring them (`Chunk.slots`).
-Where each rank gets back what it has sent, updates take the places of the input (`in_place`).
+                     inputs       gathered      scattered     updates
+    holds            this rank's  the owner's   the owner's   this rank's
+    without traffic  the batch    –             –             in inputs
+    in place         yes          yes           in gathered   in inputs
+    by slots         yes          yes           –             yes
+    else             yes          yes           yes           yes
+
+In place, each rank gets back the update of what it has sent (FSDP2, tensor parallelism). By slots,
+all ranks get all updates (DDP, ZeRO-2), by an all-gather or by broadcasts of slots.
 
 Mean squares of updates travel in a side buffer, in fp32, so that they are the same on every layout.
 """
