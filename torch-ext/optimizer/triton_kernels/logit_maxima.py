@@ -62,10 +62,9 @@ def raise_maxima(
         attn_mask = attn_mask.view(torch.uint8)
     is_whole = D <= WHOLE_WIDTH and q.dtype.itemsize == 2 and q_rope is None
     block_width = max(16, triton.next_power_of_2(D)) if is_whole else config.block_k
-    programs = B * Hq * -(-Tq // config.block)
     # Left to itself, Triton launches on the current device.
     with torch.accelerator.device_index(q.device.index):
-        _maxima_kernel[(programs,)](
+        _maxima_kernel[(B * Hq * -(-Tq // config.block),)](
             *(out.view(torch.int32), q, k, q_rope, k_rope, query_ids, key_ids, attn_mask),
             *(scale, largest_excluded, Hq, Hq // k.shape[1], Tq, Tk),
             *(D, None if q_rope is None else q_rope.shape[3], out.stride(0)),

@@ -7,7 +7,7 @@ is one number stored twice, so what is symmetric stays so to the last bit.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import triton
 import triton.language as tl
@@ -61,41 +61,32 @@ def symmetric_product(
         if len(_prepared) >= _MOST_PREPARED:
             _prepared.clear()
         prepared = _prepared[key, out.device] = _prepare(A, B, beta != 0.0, C, out, config)
+    config, constants = prepared
     left: Operand = A
     right: Operand = B
-    if prepared.tiles is not None:
-        left, right = _descriptor(A, *prepared.tiles[0]), _descriptor(B, *prepared.tiles[1])
+    if constants["DESCRIPTORS"]:
+        left = _descriptor(A, config.block, config.block_k)
+        right = _descriptor(B, config.block_k, config.block * config.width)
+    per_matrix = config.programs(s)
     arguments = (
-        *(left, right, C, out, float(alpha), float(beta), prepared.per_matrix, s, k),
-        *(*A.stride(), *B.stride(), *C.stride(), *out.stride()),
+        *(left, right, C, out, float(alpha), float(beta), per_matrix, s, k),
+        *(A.stride(), B.stride(), C.stride(), out.stride()),
     )
     # One program for each tile, not for a share of the tiles: where collectives hold some
-    # processors, the other processors then take all tiles in turn.
-    programs = matrices * prepared.per_matrix
+    # processors, the other processors then take all tiles in turn. Without fusion, or what a tile
+    # adds to its products is rounded otherwise by one compiler and layout than by another. The
+    # products are not affected.
     launching.launch(
-        *(_symmetric_kernel, key, out.device, programs, arguments, prepared.constants),
-        **prepared.options,
+        *(_symmetric_kernel, key, out.device, matrices * per_matrix, arguments, constants),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
     )
     return out
 
 
-class _Prepared(NamedTuple):
-    """What follows from the layout of operands.
-
-    Args:
-        per_matrix: programs for one matrix.
-        tiles: of A and of B, where they are loaded in bulk.
-        constants, options: of the launch.
-    """
-
-    per_matrix: int
-    tiles: Optional[tuple[tuple[int, int], tuple[int, int]]]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
 _MOST_PREPARED = 4096
-_prepared: dict[tuple, _Prepared] = {}
+_prepared: dict[tuple, tuple[SymmetricConfig, dict[str, Any]]] = {}
 
 
 def _prepare(
@@ -105,21 +96,20 @@ def _prepare(
     C: Tensor,
     out: Tensor,
     config: Optional[SymmetricConfig],
-) -> _Prepared:
+) -> tuple[SymmetricConfig, dict[str, Any]]:
+    """The tiles for operands of that layout, and the constants of the launch."""
     matrices, s, k = A.shape
     operands = [A, B, out, C] if has_C else [A, B, out]
-    aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
     if config is None:
+        aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
         target = launching.compile_target(out.device)
         config = launching.choose(A.dtype, s, k, matrices, aligned, target)
-    wide = config.block * config.width
-    in_bulk = config.descriptors and _can_be_described(A) and _can_be_described(B)
-    constants = dict(
+    return config, dict(
         HAS_C=has_C,
-        DESCRIPTORS=in_bulk,
+        DESCRIPTORS=config.descriptors and _can_be_described(A) and _can_be_described(B),
         A_TRANSPOSED=A.stride(2) != 1,
         B_TRANSPOSED=B.stride(2) != 1,
-        EVEN=s % wide == 0 and k % config.block_k == 0,
+        EVEN=s % (config.block * config.width) == 0 and k % config.block_k == 0,
         LONG_OFFSETS=any(_extent(X[0]) > INT32_MAX for X in operands),
         INTERPRETED=INTERPRETED,
         BLOCK=config.block,
@@ -127,11 +117,6 @@ def _prepare(
         WIDTH=config.width,
         GROUP=config.group,
     )
-    # Without fusion, or what a tile adds to its products is rounded otherwise by one compiler and
-    # layout than by another. The products are not affected.
-    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False)
-    tiles = ((config.block, config.block_k), (config.block_k, wide)) if in_bulk else None
-    return _Prepared(config.programs(s), tiles, constants, options)
 
 
 def _is_aligned(operand: Tensor) -> bool:
@@ -187,18 +172,10 @@ def _symmetric_kernel(
     per_matrix,
     s,
     k,
-    a_matrix,
-    a_row,
-    a_col,
-    b_matrix,
-    b_row,
-    b_col,
-    c_matrix,
-    c_row,
-    c_col,
-    out_matrix,
-    out_row,
-    out_col,
+    a_strides,
+    b_strides,
+    c_strides,
+    out_strides,
     HAS_C: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     A_TRANSPOSED: tl.constexpr,  # columns are contiguous; read where DESCRIPTORS
@@ -241,10 +218,10 @@ def _symmetric_kernel(
         if LONG_OFFSETS:
             inner = inner.to(tl.int64)
         # Offsets stay as they are while the bases advance: half the registers of pointers.
-        a_base = a_ptr + matrix * a_matrix
-        b_base = b_ptr + matrix * b_matrix
-        a_offsets = rows[:, None] * a_row + inner[None, :] * a_col
-        b_offsets = inner[:, None] * b_row + cols[None, :] * b_col
+        a_base = a_ptr + matrix * a_strides[0]
+        b_base = b_ptr + matrix * b_strides[0]
+        a_offsets = rows[:, None] * a_strides[1] + inner[None, :] * a_strides[2]
+        b_offsets = inner[:, None] * b_strides[1] + cols[None, :] * b_strides[2]
         advance = tl.full([], BLOCK_K, tl.int64)
         for start in range(0, k, BLOCK_K):
             if EVEN:
@@ -257,11 +234,11 @@ def _symmetric_kernel(
                 a = tl.load(a_base + a_offsets, mask=a_mask, other=0.0)
                 b = tl.load(b_base + b_offsets, mask=b_mask, other=0.0)
             acc = multiply(a, b, acc, INTERPRETED)
-            a_base += advance * a_col
-            b_base += advance * b_row
+            a_base += advance * a_strides[2]
+            b_base += advance * b_strides[1]
 
-    c_base = c_ptr + matrix * c_matrix
-    out_base = out_ptr + matrix * out_matrix
+    c_base = c_ptr + matrix * c_strides[0]
+    out_base = out_ptr + matrix * out_strides[0]
     for half in tl.static_range(WIDTH):
         cols = (col + half) * BLOCK + tl.arange(0, BLOCK)
         tile, end = acc, s
@@ -272,7 +249,7 @@ def _symmetric_kernel(
         if HAS_C:
             # Beta is not 0 here. That rows depend on it keeps registers from being spilled.
             read_rows = tl.where(beta != 0.0, end, 0)
-            c_offsets = rows[:, None] * c_row + cols[None, :] * c_col
+            c_offsets = rows[:, None] * c_strides[1] + cols[None, :] * c_strides[2]
             c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)
             tile += beta * tl.load(c_base + c_offsets, mask=c_mask, other=0.0).to(tl.float32)
 
@@ -281,10 +258,10 @@ def _symmetric_kernel(
         tile = _round_to_nearest(tile, out_ptr.dtype.element_ty, INTERPRETED)
         mirrored = tl.trans(tile)
         tile = tl.where(rows[:, None] <= cols[None, :], tile, mirrored)
-        out_offsets = rows[:, None] * out_row + cols[None, :] * out_col
+        out_offsets = rows[:, None] * out_strides[1] + cols[None, :] * out_strides[2]
         tl.store(out_base + out_offsets, tile, mask=(rows[:, None] < end) & (cols[None, :] < s))
         mirrored_cols = tl.where(row < col + half, s, 0)
-        out_offsets = cols[:, None] * out_row + rows[None, :] * out_col
+        out_offsets = cols[:, None] * out_strides[1] + rows[None, :] * out_strides[2]
         out_mask = (cols[:, None] < s) & (rows[None, :] < mirrored_cols)
         tl.store(out_base + out_offsets, mirrored, mask=out_mask)
 
