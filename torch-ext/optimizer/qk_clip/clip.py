@@ -245,15 +245,15 @@ class QKClip:
             return {}
         layers: dict[LayerKey, dict[str, Any]] = {}
         for packed, logits in self._last:
-            vectors = (logits, packed.is_clipped(logits))
-            parts = zip(packed.layers, *(v.cpu().split(packed.logit_counts) for v in vectors))
-            for layer, layer_logits, clipped in parts:
-                maxima = layer_logits.tolist()
+            maxima, clipped = logits.tolist(), packed.is_clipped(logits).tolist()
+            stop = 0
+            for layer in packed.layers:
+                start, stop = stop, stop + layer.logits
                 layers[layer.key] = {
-                    "max_logits": maxima,
-                    "max_logit": max(maxima, default=-math.inf),
-                    "clipped": int(clipped.sum()),
-                    "nonfinite": int((layer_logits == math.inf).sum()),
+                    "max_logits": maxima[start:stop],
+                    "max_logit": max(maxima[start:stop], default=-math.inf),
+                    "clipped": sum(clipped[start:stop]),
+                    "nonfinite": maxima[start:stop].count(math.inf),
                 }
         totals = [counts.tolist() for counts in self._totals.values()]
         return {

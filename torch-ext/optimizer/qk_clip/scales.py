@@ -42,7 +42,6 @@ class PackedLayers:
         self.params = [param for layer in layers for param in layer.params]
         self.device = device
         self.ranks = ranks
-        self.logit_counts = [layer.logits for layer in layers]
         dtypes = (param.dtype for param in self.params)
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
