@@ -46,18 +46,16 @@ def update_momentum(
     device = buffers[0].device
     for launch in launches((buffers, grads, outputs)):
         B, G, out = launch.tiling.dtypes
-        dtype = _opmath(B, G, out)
-        numbers = _numbers((momentum, weight), dtype, device)
+        numbers, arithmetic = _numbers((momentum, weight), (B, G, out), device)
         _launch(
             _momentum_kernel,
             launch,
             device,
             *numbers,
-            DTYPE=_TL[dtype],
+            **arithmetic,
             B_DTYPE=_TL[B],
             G_DTYPE=_TL[G],
             OUT_DTYPE=_TL[out],
-            ON_DEVICE=isinstance(numbers[0], Tensor),
             NESTEROV=nesterov,
         )
 
@@ -84,18 +82,16 @@ def update_weights(
         residuals, random_bits = rounded_by, None
     for launch in launches((weights, updates, residuals), (factors, random_bits)):
         W, U, _, factor, _ = launch.tiling.dtypes
-        dtype = _opmath(W, U)
-        numbers = _numbers((rate, decay), dtype, device)
+        numbers, arithmetic = _numbers((rate, decay), (W, U), device)
         _launch(
             _weights_kernel,
             launch,
             device,
             *numbers,
-            DTYPE=_TL[dtype],
+            **arithmetic,
             W_DTYPE=_TL[W],
             U_DTYPE=_TL[U],
             FACTOR_DTYPE=_TL[factor],
-            ON_DEVICE=isinstance(numbers[0], Tensor),
             DECAYS=isinstance(decay, Tensor) or bool(decay != 0.0),
             CAUTIOUS=cautious,
         )
@@ -157,22 +153,25 @@ _TL = {
 }
 
 
-def _opmath(*dtypes: Any) -> torch.dtype:
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+def _numbers(
+    values: Sequence[Number], dtypes: Sequence[Any], device: torch.device
+) -> tuple[list[Number], dict[str, Any]]:
+    """Numbers as a kernel takes them, and its constants DTYPE, of arithmetic, and ON_DEVICE.
 
-
-def _numbers(values: Sequence[Number], dtype: torch.dtype, device: torch.device) -> list[Number]:
-    """Numbers as a kernel takes them: all as floats for fp32, or all as tensors on the device."""
+    They are floats for fp32, and tensors on the device for fp64 or where one is such a tensor.
+    """
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     numbers: list[Number] = [  # reading what is on the host waits for no device
         v if isinstance(v, Tensor) and (device.type == "cpu" or not v.is_cpu) else float(v)
         for v in values
     ]
-    if dtype == torch.float32 and not any(isinstance(v, Tensor) for v in numbers):
-        return numbers
-    return [
-        v if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device)
-        for v in numbers
-    ]
+    on_device = dtype != torch.float32 or any(isinstance(v, Tensor) for v in numbers)
+    if on_device:
+        numbers = [
+            v if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device)
+            for v in numbers
+        ]
+    return numbers, {"DTYPE": _TL[dtype], "ON_DEVICE": on_device}
 
 
 def _launch(
@@ -243,8 +242,8 @@ def launches(
         wide: columns, lists of tensors; the tensors of an item have one shape. Any column but the
             first may be None.
         broadcast: columns that broadcast to these, random bits among them, or None.
-        by_slices: whether the first dimension stays what it is, slices. Others, or all, are merged
-            where they can be.
+        by_slices: whether the first dimension stays as it is, as slices. Other dimensions are
+            merged where they can be.
     """
     columns = (*wide, *broadcast)
     items = list(zip(*[column for column in columns if column is not None]))
