@@ -52,7 +52,7 @@ MUTANTS = [
     ),
     Mutant("distributed/wire.py", "torch.float64 if exact", "torch.float32 if exact"),
     Mutant("distributed/hsdp.py", "> sent * per_byte", "< sent * per_byte"),
-    Mutant("distributed/owners.py", "of_owner[2] > limits.matrices", "False"),
+    Mutant("distributed/owners.py", "of_owner[2] > most_matrices", "False"),
     Mutant(
         "distributed/zero2.py", "slot_rows.zero_()\n            else:", "pass\n            else:"
     ),

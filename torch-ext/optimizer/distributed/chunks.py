@@ -241,26 +241,28 @@ class ChunkBuilder:
         entries = [self.entries[number] for number in numbers]
         owners = sorted(owned, key=lambda peer: (peer != this_peer, peer))
         batches = {owner: self._batches(owned[owner]) for owner in owners}
-        slots, moments = self._slots(batches, entries), self._moments(batches)
-        gather, scatter = self.gather.layout(batches), self.scatter.layout(batches, slots)
+        slots, (moments, moments_slot) = self._slots(batches, entries), self._moments(batches)
+        momentum, gathered, gather = self.gather.layout(batches)
+        weights, scattered, scatter = self.scatter.layout(batches, slots)
         return Chunk(
-            tuple(gather.shares),
-            tuple(replace(s, moments=moments.starts[s.units[0]]) for s in scatter.shares),
+            tuple(momentum),
+            tuple(replace(share, moments=moments[share.units[0]]) for share in weights),
             tuple(
-                Batch(units, gathered, scattered, moments.starts[units[0]])
-                for units, gathered, scattered in zip(
-                    batches.get(this_peer, ()), gather.parts, scatter.parts
-                )
+                Batch(units, come, go, moments[units[0]])
+                for units, come, go in zip(batches.get(this_peer, ()), gathered, scattered)
             ),
-            gather.traffic,
-            scatter.traffic,
+            gather,
+            scatter,
             all(entry.scatters_in_place for entry in entries),
             slots,
-            moments.slot,
+            moments_slot,
         )
 
-    def _moments(self, batches: Mapping[int, Sequence[tuple[Unit, ...]]]) -> _Moments:
-        """Lays the mean squares of all updates out in the side buffer."""
+    def _moments(
+        self, batches: Mapping[int, Sequence[tuple[Unit, ...]]]
+    ) -> tuple[dict[Unit, int], int]:
+        """Lays the mean squares of all updates out in the side buffer: where those of a batch
+        begin, by its first unit, and the size of slots."""
         starts, ends = {}, dict.fromkeys(batches, 0)
         for owner, owner_batches in batches.items():
             for units in owner_batches:
@@ -273,7 +275,7 @@ class ChunkBuilder:
         for owner, owner_batches in batches.items():
             for units in owner_batches:
                 starts[units[0]] += owner * slot
-        return _Moments(starts, slot)
+        return starts, slot
 
     def _slots(
         self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], entries: Sequence[Entry]
@@ -318,21 +320,6 @@ class ChunkBuilder:
         return batches
 
 
-class _Moments(NamedTuple):
-    """Where mean squares lie in the side buffer: by a batch's first unit; and the size of slots."""
-
-    starts: dict[Unit, int]
-    slot: int
-
-
-class _Layout(NamedTuple):
-    """One direction of a chunk: this rank's shares, and the peers' parts of each batch it owns."""
-
-    shares: list[Share]
-    parts: list[tuple[PeerPart, ...]]
-    traffic: Traffic
-
-
 class _Direction:
     """Lays one direction of a lane's chunks out: gathers of momentum, or scatters of updates."""
 
@@ -344,13 +331,16 @@ class _Direction:
 
     def layout(
         self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slots: tuple[int, ...] = ()
-    ) -> _Layout:
-        """The layout of a chunk.
+    ) -> tuple[list[Share], list[tuple[PeerPart, ...]], Traffic]:
+        """One direction of a chunk.
 
         Args:
             batches: those of each owner; this rank's come first.
             slots: sizes of the owners' slots in this rank's buffer; without slots, what comes from
                 one owner follows what comes from the owner before.
+
+        Returns:
+            This rank's shares, the peers' parts of each batch that it owns, and the traffic.
         """
         this_peer, peers = self.channel.this_peer, range(len(self.channel.peers))
         shares: list[Share] = []
@@ -388,11 +378,8 @@ class _Direction:
             by_owner, by_peer = list(slots), [kept * (peer != this_peer) for peer in peers]
         by_owner[this_peer] = 0
         sent, received = (by_peer, by_owner) if self.is_scatter else (by_owner, by_peer)
-        return _Layout(
-            sorted(shares, key=lambda share: (not share.is_staged, share.start)),
-            list(map(tuple, parts)),
-            Traffic(tuple(sent), tuple(received), kept),
-        )
+        shares.sort(key=lambda share: (not share.is_staged, share.start))
+        return shares, list(map(tuple, parts)), Traffic(tuple(sent), tuple(received), kept)
 
     def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
         """Whether a peer's part of a unit travels: updates do, momentum in the owner's replica."""

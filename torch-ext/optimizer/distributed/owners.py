@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from .units import Unit
@@ -80,21 +79,6 @@ def give_away(candidates: Sequence[Candidate], loads: list[int]) -> list[Owned]:
     return owned
 
 
-@dataclass(frozen=True)
-class ChunkLimits:
-    """Where a chunk ends.
-
-    Args:
-        elements: that an owner gathers in it, unless one unit has more.
-        shared: elements that all owners together gather in it; None without a bound.
-        matrices: of an owner; None without a bound.
-    """
-
-    elements: int
-    shared: Optional[int] = None
-    matrices: Optional[int] = None
-
-
 # How many of the last chunks that have ended a unit may join; to search all would take long.
 LOOK_BACK = 4
 
@@ -102,17 +86,28 @@ LOOK_BACK = 4
 Ended = tuple[dict[int, list[Unit]], dict[int, tuple[int, int]]]
 
 
-def into_chunks(owned: Sequence[Owned], limits: ChunkLimits) -> list[dict[int, list[Unit]]]:
+def into_chunks(
+    owned: Sequence[Owned],
+    most: int,
+    most_shared: Optional[int] = None,
+    most_matrices: Optional[int] = None,
+) -> list[dict[int, list[Unit]]]:
     """Cuts the list of `give_away` into chunks; of each the units by owner, in order of owners.
 
-    An owner gathers more than ``limits.elements`` only as long as it has no more to gather, and no
+    An owner gathers more than ``most`` elements only as long as it has no more to gather, and no
     more to do, than with the largest and with the costliest unit of the chunk: beside an owner of
     one large matrix, others own several small ones.
 
     A unit that would begin a chunk joins an earlier one instead if its owner gathers less there
     than owners do on average, and does less than the costliest unit takes. Otherwise small matrices
-    that only a few owners get would fill chunks in which all others wait. Chunks that are bounded
-    by ``limits.shared`` or ``limits.matrices`` have no such room.
+    that only a few owners get would fill chunks in which all others wait. Chunks with one of the
+    other bounds have no such room.
+
+    Args:
+        owned: as `give_away` returns it.
+        most: elements that an owner gathers in a chunk, unless one unit has more.
+        most_shared: elements that all owners together gather in it; None without a bound.
+        most_matrices: of an owner; None without a bound.
     """
     chunks: list[dict[int, list[Unit]]] = []
     ended: list[Ended] = []
@@ -122,15 +117,15 @@ def into_chunks(owned: Sequence[Owned], limits: ChunkLimits) -> list[dict[int, l
         unit, _, flops, elements, _ = candidate
         so_far = gathered.get(owner, [0, 0, 0])
         of_owner = [n + more for n, more in zip(so_far, (elements, flops, unit.count))]
-        ends = of_owner[0] > limits.elements and (
+        ends = of_owner[0] > most and (
             of_owner[0] > max(largest, elements) or of_owner[1] > max(costliest, flops)
         )
-        ends = ends or (limits.shared is not None and total + elements > limits.shared)
-        ends = ends or (limits.matrices is not None and of_owner[2] > limits.matrices)
+        ends = ends or (most_shared is not None and total + elements > most_shared)
+        ends = ends or (most_matrices is not None and of_owner[2] > most_matrices)
         ends = ends and total > 0
         if ends and _joins(candidate, owner, ended[-LOOK_BACK:]):
             continue
-        if ends and limits.shared is None and limits.matrices is None:
+        if ends and most_shared is None and most_matrices is None:
             mean = total // len(gathered)
             room = {peer: (mean - n, costliest - f) for peer, (n, f, _) in gathered.items()}
             ended.append((chunks[-1], room))

@@ -16,13 +16,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Optional
 
 from ..matrices import Block
 from . import regions
 from .chunks import Batch, Chunk, ChunkBuilder
 from .limits import MOST_SHARED, Limits
-from .owners import Candidate, ChunkLimits, give_away, into_chunks
+from .owners import Candidate, give_away, into_chunks
 from .regions import Region
 from .units import Channel, Entry, Unit, boxes_and_holders
 
@@ -272,7 +272,7 @@ class Planner:
     def _lane(self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]) -> Lane:
         """The lane of these units; adds what each peer owns to its load in ``loads``."""
         candidates = [self._candidate(*pair) for pair in units]
-        owned_in = into_chunks(give_away(candidates, loads), self._chunk_limits(channel, units))
+        owned_in = into_chunks(give_away(candidates, loads), *self._chunk_limits(channel, units))
         digest, builder = hashlib.sha256(), ChunkBuilder(self.entries, channel, self.limits)
         chunks, units_of_chunks = [], []
         for owned in owned_in:
@@ -296,12 +296,15 @@ class Planner:
         home = self.entries[unit.entry].momentum_holder(unit.box)
         return Candidate(unit, holders, self._flops(unit), regions.numel(unit.box), home)
 
-    def _chunk_limits(self, channel: Channel, units: Sequence[UnitHolders]) -> ChunkLimits:
+    def _chunk_limits(
+        self, channel: Channel, units: Sequence[UnitHolders]
+    ) -> tuple[int, Optional[int], Optional[int]]:
+        """The bounds of a chunk, as `into_chunks` takes them."""
         matrices = self.limits.chunk_size if self.limits.chunk_size > 0 else None
         if len(channel.peers) == 1:  # what is not gathered is orthogonalized batch by batch
             nbytes = self.limits.batch_bytes(channel.device)
-            return ChunkLimits(nbytes // channel.wire.itemsize, None, matrices)
+            return nbytes // channel.wire.itemsize, None, matrices
         elements = self.limits.chunk_bytes(channel.device) // channel.wire.itemsize
         entries = (self.entries[number] for number in {unit.entry for unit, _ in units})
         shared = MOST_SHARED * elements if channel.shares_all(entries) else None
-        return ChunkLimits(elements, shared, matrices)
+        return elements, shared, matrices
