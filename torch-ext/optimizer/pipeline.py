@@ -58,24 +58,26 @@ def update_momentum(event: Event, step: Step) -> None:
     exchange = Exchange(chunk.chunk, chunk.lane, chunk.process_group, step.scratch)
     step.exchanges[key] = exchange
     step.read_gradients(chunk.reads)
-    D = step.in_update_dtype(exchange.inputs, chunk.lane)
     step.has_written = True
     with record_function("Muon.momentum"), step.on_device(event) as bring:
-        for pieces in chunk.momentum:
-            options = step.groups[pieces.group]
-            momenta, grads = bring(pieces.tensors), bring(step.gradients(pieces))
-            step.watched(core.update_momentum, pieces)(
-                momenta,
-                grads,
-                pieces.views(D) if pieces.is_staged else None,  # another replica sends it
-                momentum=options.momentum,
-                nesterov=options.nesterov,
-                style=options.momentum_style,
-                maximize=options.maximize,
-                opmath=chunk.lane.opmath,
-            )
-        if D is not exchange.inputs:
-            exchange.inputs.copy_(D)
+        for span in chunk.momentum:
+            inputs = exchange.inputs[span.start : span.stop]
+            D = step.in_update_dtype(inputs, chunk.lane)
+            for pieces in span.pieces:
+                options = step.groups[pieces.group]
+                momenta, grads = bring(pieces.tensors), bring(step.gradients(pieces))
+                step.watched(core.update_momentum, pieces)(
+                    momenta,
+                    grads,
+                    pieces.views(D) if pieces.is_staged else None,  # another replica sends it
+                    momentum=options.momentum,
+                    nesterov=options.nesterov,
+                    style=options.momentum_style,
+                    maximize=options.maximize,
+                    opmath=chunk.lane.opmath,
+                )
+            if D is not inputs:
+                inputs.copy_(D)
     step.release_gradients(step.bound.last_reads[key])
     exchange.start_gather()
 
@@ -112,26 +114,28 @@ def update_weights(event: Event, step: Step) -> None:
         step.has_exchanged = True
     step.has_written = True
     with record_function("Muon.weights"), step.on_device(event) as bring:
-        U = step.in_update_dtype(exchange.updates, chunk.lane)
-        if U is not exchange.updates:
-            U.copy_(exchange.updates)
-        for pieces in chunk.weights:
-            options = step.groups[pieces.group]
-            decay_scale = pieces.scale if options.decay_lr == "adjusted" else 1.0
-            factors = _factors(pieces, exchange, bring, step)
-            params = [step.params[number] for number in pieces.entries]
-            rounded_by = step.rounded_by(params, pieces, bring)
-            step.watched(core.update_weights, pieces)(
-                bring(pieces.tensors),
-                pieces.views(U),
-                rate=options.lr * pieces.scale,
-                decay=options.lr * options.weight_decay * decay_scale,
-                cautious=options.cautious,
-                factors=factors,
-                together=U if len(chunk.weights) == 1 else None,
-                rounded_by=rounded_by,
-                clip=step.clip(pieces),
-            )
+        for span in chunk.weights:
+            updates = exchange.updates[span.start : span.stop]
+            U = step.in_update_dtype(updates, chunk.lane)
+            if U is not updates:
+                U.copy_(updates)
+            for pieces in span.pieces:
+                options = step.groups[pieces.group]
+                decay_scale = pieces.scale if options.decay_lr == "adjusted" else 1.0
+                factors = _factors(pieces, exchange, bring, step)
+                params = [step.params[number] for number in pieces.entries]
+                rounded_by = step.rounded_by(params, pieces, bring)
+                step.watched(core.update_weights, pieces)(
+                    bring(pieces.tensors),
+                    pieces.views(U),
+                    rate=options.lr * pieces.scale,
+                    decay=options.lr * options.weight_decay * decay_scale,
+                    cautious=options.cautious,
+                    factors=factors,
+                    together=U if len(span.pieces) == 1 else None,
+                    rounded_by=rounded_by,
+                    clip=step.clip(pieces),
+                )
     exchange.release()
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .. import adamw
+from .. import adamw, core
 from ..async_utils import Do, Event, schedule, with_averages
 from ..cpu_offload import CPUOffload, Fetch, Load, Ring
 from ..distributed import dtensors, process_groups, regions
@@ -28,6 +28,10 @@ from ..parameters.options import Group, Settings
 from ..state.rounding import Rounding
 
 State = Mapping[Tensor, Mapping[str, Tensor]]  # of an optimizer, by parameter
+
+# Bytes of a span's copy in opmath, where arithmetic needs one (`core.update_dtype`).
+SPAN_BYTES = {"cpu": 1 << 20}
+DEFAULT_SPAN_BYTES = 64 << 20
 
 
 @dataclass
@@ -55,7 +59,7 @@ class Moments:
 
 
 class Places(NamedTuple):
-    """Where the pieces of one batch lie in a chunk's buffer, unit by unit.
+    """Where the pieces of one batch lie in a span, unit by unit.
 
     Args:
         start: of the first.
@@ -68,7 +72,7 @@ class Places(NamedTuple):
     shapes: list[tuple[int, ...]]
 
     def views(self, buffer: Tensor) -> Iterable[Tensor]:
-        """Views of the pieces in a flat buffer."""
+        """Views of the pieces in a flat buffer of the span."""
         numels = list(map(math.prod, self.shapes))
         end = self.start + self.units * sum(numels)
         columns = buffer[self.start : end].view(self.units, -1).split(numels, 1)
@@ -107,7 +111,7 @@ class Pieces:
     moments: list[Moments]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Views of the pieces' places in a flat buffer of the chunk."""
+        """Views of the pieces' places in a flat buffer of their span."""
         views: list[Tensor] = []
         for places in self.places:
             if places.units and places.shapes:
@@ -142,6 +146,22 @@ class Pieces:
             self.rounding += others.rounding
 
 
+class Span(NamedTuple):
+    """An interval of a chunk's buffer, of which only so much is converted at once.
+
+    Args:
+        start, stop: of the interval.
+        pieces: that lie there, and those that have no place in the buffer.
+    """
+
+    start: int
+    stop: int
+    pieces: list[Pieces]
+
+    def without(self, absent: frozenset[int]) -> Span:
+        return self._replace(pieces=[pieces.without(absent) for pieces in self.pieces])
+
+
 @dataclass
 class BoundChunk:
     """What the events of a chunk work on.
@@ -155,14 +175,15 @@ class BoundChunk:
     chunk: Chunk
     lane: Lane
     process_group: Any
-    momentum: list[Pieces]
-    weights: list[Pieces]
+    momentum: list[Span]
+    weights: list[Span]
     batches: list[tuple[Batch, int]]
     reads: list[int]
 
     @property
     def momentum_bytes(self) -> int:
-        return sum(tensor.nbytes for pieces in self.momentum for tensor in pieces.tensors)
+        pieces = (pieces for span in self.momentum for pieces in span.pieces)
+        return sum(tensor.nbytes for each in pieces for tensor in each.tensors)
 
     def without(self, absent: frozenset[int]) -> BoundChunk:
         """What is left without entries that take no part; in lanes with traffic they are none."""
@@ -170,8 +191,8 @@ class BoundChunk:
             return self
         return replace(
             self,
-            momentum=[pieces.without(absent) for pieces in self.momentum],
-            weights=[pieces.without(absent) for pieces in self.weights],
+            momentum=[span.without(absent) for span in self.momentum],
+            weights=[span.without(absent) for span in self.weights],
             batches=[
                 (batch, sum([unit.entry not in absent for unit in batch.units]))
                 for batch, _ in self.batches
@@ -359,27 +380,40 @@ class Bound:
             chunk,
             lane,
             group,
-            self._pieces(chunk.momentum, is_scatter=False),
-            self._pieces(chunk.weights, is_scatter=True),
+            self._spans(lane, chunk.momentum, is_scatter=False),
+            self._spans(lane, chunk.weights, is_scatter=True),
             [(batch, len(batch.units)) for batch in chunk.batches],
             list(dict.fromkeys(unit.entry for unit, _ in lane.units[number])),
         )
 
-    def _pieces(self, shares: Sequence[Share], is_scatter: bool) -> list[Pieces]:
-        """The pieces of shares, in lists that one call updates."""
-        found: dict[tuple, Pieces] = {}
+    def _spans(self, lane: Lane, shares: Sequence[Share], is_scatter: bool) -> list[Span]:
+        """The pieces of shares, span by span, in lists that one call updates."""
+        limit: float = math.inf
+        if core.update_dtype(lane.wire, lane.opmath, lane.device) != lane.wire:
+            nbytes = SPAN_BYTES.get(lane.device.type, DEFAULT_SPAN_BYTES)
+            limit = nbytes / lane.opmath.itemsize
+        spans: list[Span] = []
+        found: dict[tuple, Pieces] = {}  # of the last span
         for share in shares:
-            if is_scatter or share.boxes:
-                pieces = self._bind(share, is_scatter)
-                dtype = self.plan.entries[share.units[0].entry].dtype
-                key = share.is_staged, pieces.group, dtype, pieces.scale
-                if key in found:
-                    found[key].join(pieces)
-                else:
-                    found[key] = pieces
-        return list(found.values())
+            if not (is_scatter or share.boxes):
+                continue
+            stop = share.start + len(share.units) * share.numel
+            if not spans or (share.is_staged and stop - spans[-1].start > limit):
+                spans.append(Span(share.start, stop, []))
+                found = {}
+            if share.is_staged:
+                spans[-1] = spans[-1]._replace(stop=stop)
+            pieces = self._bind(share, share.start - spans[-1].start, is_scatter)
+            dtype = self.plan.entries[share.units[0].entry].dtype
+            key = share.is_staged, pieces.group, dtype, pieces.scale
+            if key in found:
+                found[key].join(pieces)
+            else:
+                found[key] = pieces
+                spans[-1].pieces.append(pieces)
+        return spans
 
-    def _bind(self, share: Share, is_scatter: bool) -> Pieces:
+    def _bind(self, share: Share, start: int, is_scatter: bool) -> Pieces:
         entry, parts = self.plan.entries[share.units[0].entry], share.local_parts
         entries = [unit.entry for unit in share.units for _ in share.boxes]
         local = self.weights if is_scatter else self.momenta
@@ -398,7 +432,7 @@ class Bound:
             [part.of(local[number]) for number, part in zip(entries, parts)],
             [self._whole_or_part(*piece, is_scatter) for piece in zip(entries, parts)],
             rounding,
-            [Places(share.start, len(share.units), list(map(regions.shape_of, share.boxes)))],
+            [Places(start, len(share.units), list(map(regions.shape_of, share.boxes)))],
             [self._moments(share)] if is_scatter and entry.second_moment else [],
         )
 
@@ -457,7 +491,7 @@ class Bound:
     def _momentum_load(self, chunk: BoundChunk, grads: Sequence[Optional[Tensor]]) -> Load:
         """What the momentum event of a chunk brings: momentum, gradients, list by list."""
         columns = []
-        for pieces in chunk.momentum:
+        for pieces in (pieces for span in chunk.momentum for pieces in span.pieces):
             columns.append(self._fetches(pieces.entries, "momentum_buffer", pieces.tensors))
             columns.append(
                 [
@@ -471,7 +505,7 @@ class Bound:
         """What the weights event of a chunk brings: second moments, residuals, weights, in the
         order in which `pipeline.update_weights` asks for them."""
         columns = []
-        for pieces in chunk.weights:
+        for pieces in (pieces for span in chunk.weights for pieces in span.pieces):
             for of in pieces.moments:
                 columns.append(self._fetches(of.entries, "second_momentum_buffer", of.tensors))
             if pieces.rounding is not None:
