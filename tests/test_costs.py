@@ -239,6 +239,19 @@ def test_transient_memory_on_ranks_is_bounded_by_chunks_and_the_largest_matrix(o
         assert cost["peak"] <= (6 * 2 + 2 * 2) * chunk + 4 * cost["largest"]
 
 
+def replicas_peak() -> list[int]:
+    params = transformer(8, 256, 1024)
+    optim = make(params, process_group=dist.group.WORLD, ns_dtype=torch.bfloat16)
+    optim.step()
+    return [count(optim.step).peak_bytes, sum(p.numel() * p.element_size() for p in params)]
+
+
+def test_replicas_convert_updates_of_all_owners_span_by_span():
+    """Their copies in fp32, all at once, would take as much as the weights."""
+    for peak, weights in run_ranks(replicas_peak, 2):
+        assert peak < weights
+
+
 def experts_cost() -> dict[str, float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     w = torch.randn(8, 32, 16)
