@@ -123,8 +123,7 @@ def update_weights(event: Event, step: Step) -> None:
                 options = step.groups[pieces.group]
                 decay_scale = pieces.scale if options.decay_lr == "adjusted" else 1.0
                 factors = _factors(pieces, exchange, bring, step)
-                params = [step.params[number] for number in pieces.entries]
-                rounded_by = step.rounded_by(params, pieces, bring)
+                rounded_by = step.rounded_by(pieces, bring)
                 step.watched(core.update_weights, pieces)(
                     bring(pieces.tensors),
                     pieces.views(U),
@@ -151,7 +150,7 @@ def update_adamw(event: Event, step: Step) -> None:
             exp_avgs,
             exp_avg_sqs,
             step.groups[part.group],
-            rounded_by=step.rounded_by(part.params, part, bring),
+            rounded_by=step.rounded_by(part, bring),
             clip=step.clip_adamw(part),
             counts=not step.only_creates,
         )

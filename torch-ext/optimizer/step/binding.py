@@ -93,6 +93,7 @@ class Pieces:
         scale: of the update.
         is_staged: whether the pieces have places in the chunk's buffer.
         entries: the entry of each.
+        params: the parameter of each.
         tensors: views of the momentum, or of the weights.
         parts: where each lies in the gradient of the entry, or in its weights; None for all of it.
         rounding: residuals, or the places of random bits; None if weights are not updated in fp32.
@@ -104,6 +105,7 @@ class Pieces:
     scale: float
     is_staged: bool
     entries: list[int]
+    params: list[Tensor]
     tensors: list[Tensor]
     parts: list[Optional[LocalPart]]
     rounding: Optional[list[Tensor]]
@@ -131,6 +133,7 @@ class Pieces:
         return replace(
             self,
             entries=list(compress(self.entries, present)),
+            params=list(compress(self.params, present)),
             tensors=list(compress(self.tensors, present)),
             parts=list(compress(self.parts, present)),
             rounding=self.rounding and list(compress(self.rounding, present)),
@@ -140,7 +143,7 @@ class Pieces:
 
     def join(self, others: Pieces) -> None:
         """Appends pieces that are updated alike."""
-        for name in ("entries", "tensors", "parts", "places", "moments"):
+        for name in ("entries", "params", "tensors", "parts", "places", "moments"):
             getattr(self, name).extend(getattr(others, name))
         if self.rounding is not None and others.rounding is not None:
             self.rounding += others.rounding
@@ -429,6 +432,7 @@ class Bound:
             entry.scale(share.units[0].block) if is_scatter else 1.0,
             share.is_staged,
             entries,
+            [self.params[number] for number in entries],
             [part.of(local[number]) for number, part in zip(entries, parts)],
             [self._whole_or_part(*piece, is_scatter) for piece in zip(entries, parts)],
             rounding,

@@ -248,21 +248,19 @@ class Step:
 
     # -- weights -------------------------------------------------------------------------------
 
-    def rounded_by(
-        self, params: Sequence[Tensor], of: Union[Pieces, adamw.Part], bring: Bring
-    ) -> Optional[list[RoundedBy]]:
+    def rounded_by(self, of: Union[Pieces, adamw.Part], bring: Bring) -> Optional[list[RoundedBy]]:
         """What weights are rounded by; None unless they are updated in fp32."""
         if of.rounding is None:
             return None
-        return self.rounding.by(params, bring(of.rounding), self.groups[of.group])
+        return self.rounding.by(of.params, bring(of.rounding), self.groups[of.group])
 
     def clip(self, pieces: Pieces) -> Optional[list[Optional[Tensor]]]:
         """QK-Clip's factors on weights, None for those that it leaves; None without QK-Clip."""
         if self.clipping is None:
             return None
         clip: list[Optional[Tensor]] = []
-        for number, part in zip(pieces.entries, pieces.parts):
-            scale = self.clipping.scale(self.params[number])
+        for number, param, part in zip(pieces.entries, pieces.params, pieces.parts):
+            scale = self.clipping.scale(param)
             if scale is not None and part is not None:
                 scale = part.of(scale.expand(self.bound.weights[number].shape))
             clip.append(scale)
