@@ -136,11 +136,11 @@ class _Step:
             updates.append(torch.full((everything if chunk.slots else chunk.scatter.kept,), NONE))
             sent = 0 if chunk.slots else sum(chunk.scatter.sent)
             returned.append(torch.full((sent,), NONE))
-            moments.append(torch.full((len(lanes) * chunk.moments,), NONE))
+            moments.append(torch.full((len(lanes) * chunk.moments_slot,), NONE))
             for batch in chunk.batches:
                 units = self.assemble(lane, batch, momentum, came)
                 self.stage_updates(lane, chunk, batch, units, updates[-1], returned[-1])
-                _write(moments[-1], batch.moments, self.moments(batch.units))
+                _write(moments[-1], batch.moments_start, self.moments(batch.units))
         if chunks[0].slots:
             self.seen.all_gathers += 1
             updates = [_all_gather(updates, [c.slots for c in chunks])] * len(lanes)
@@ -148,7 +148,7 @@ class _Step:
             assert all(_is_full(u, first) for u in (*updates, *returned))
             back = _exchange(returned, chunks, "scatter")
             updates = [torch.cat([kept, came]) for kept, came in zip(updates, back)]
-        side = _all_gather(moments, [(c.moments,) * len(lanes) for c in chunks])
+        side = _all_gather(moments, [(c.moments_slot,) * len(lanes) for c in chunks])
         for lane, chunk, of_rank in zip(lanes, chunks, updates):
             self.unpack(lane, chunk, of_rank, side)
 
@@ -231,9 +231,9 @@ class _Step:
             parts = updates[share.start :][:numel]
             assert torch.equal(parts, self.parts(share))
             moments = self.moments(share.units)
-            assert side[share.moments :][: len(moments)].tolist() == moments
+            assert side[share.moments_start :][: len(moments)].tolist() == moments
             seen[share.start :][:numel] += 1
-            seen_moments[share.moments :][: len(moments)] += 1
+            seen_moments[share.moments_start :][: len(moments)] += 1
             self.visit(self.updated[rank], rank, share, Entry.region)
         assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
         assert (seen_moments <= 1).all() and ((seen_moments == 1) == (side != NONE)).all()

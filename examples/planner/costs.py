@@ -334,8 +334,8 @@ class LaneUnits:
                 kept[chunk, SCATTER] = total - 2 * sent  # received in place
                 if len(set(planned.slots)) > 1:  # broadcasts
                     launched[chunk] = np.count_nonzero(planned.slots)
-            if planned.moments:  # mean squares in fp32, by an all-gather of their own
-                total = 4 * planned.moments * len(peers)
+            if planned.moments_slot:  # mean squares in fp32, by an all-gather of their own
+                total = 4 * planned.moments_slot * len(peers)
                 sent = total * (len(peers) - 1) // len(peers)
                 here, away = Ring(1, sent).by_link(len(peers), len(np.unique(hosts)))
                 moved[chunk, SCATTER] += np.array([here, away]).round().astype(np.int64)[:, None]

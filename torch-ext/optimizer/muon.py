@@ -462,14 +462,14 @@ class Muon(torch.optim.Optimizer):
             plan,
             groups,
             absent,
-            self.state,
-            self._settings,
-            self._offload,
-            self._rounding,
-            clipping,
-            self._bound,
-            self._audit if is_audited else None,
-            self._agreement.only_creates,
+            state=self.state,
+            settings=self._settings,
+            offload=self._offload,
+            rounding=self._rounding,
+            clipping=clipping,
+            bound=self._bound,
+            audit=self._audit if is_audited else None,
+            only_creates=self._agreement.only_creates,
         )
 
     def _sets(self) -> set[agreement.Ranks]:

@@ -57,7 +57,7 @@ def update_momentum(event: Event, step: Step) -> None:
     chunk = step.bound.chunks[key]
     exchange = Exchange(chunk.chunk, chunk.lane, chunk.process_group, step.scratch)
     step.exchanges[key] = exchange
-    step.read_gradients(chunk.reads)
+    step.complete_gradients(chunk.reads)
     step.has_written = True
     with record_function("Muon.momentum"), step.on_device(event) as bring:
         for span in chunk.momentum:
@@ -122,6 +122,7 @@ def update_weights(event: Event, step: Step) -> None:
             for pieces in span.pieces:
                 options = step.groups[pieces.group]
                 decay_scale = pieces.scale if options.decay_lr == "adjusted" else 1.0
+                # `bring` takes lists in the order of `Bound._weights_load`.
                 factors = _factors(pieces, exchange, bring, step)
                 rounded_by = step.rounded_by(pieces, bring)
                 step.watched(core.update_weights, pieces)(
@@ -181,8 +182,6 @@ def _factors(
         V = torch.stack(tensors)  # (n, experts…, matrices of each…, rows or columns)
         assert exchange.moments is not None
         v = exchange.moments[moments.start :][: V.numel()].view(-1, V.shape[-1])
-        of_units = core.second_moment_factor(V.view(v.shape), v, beta2).view(-1, *moments.sizes)
+        factors += moments.of_pieces(core.second_moment_factor(V.view(v.shape), v, beta2))
         torch._foreach_copy_(tensors, list(V))
-        of_boxes = [of_units[(slice(None), *index)].unbind(0) for index in moments.indices]
-        factors += [factor for of_unit in zip(*of_boxes) for factor in of_unit]
     return factors

@@ -55,11 +55,12 @@ def _update(number: int, step: Step) -> None:
     entry, param, weight = step.plan.entries[number], step.params[number], step.bound.weights
     group, W, B = step.groups[entry.group], weight[number], step.bound.momenta[number]
     look_ahead = empty(W.shape, dtype=entry.opmath, device=W.device)
+    grads = step.complete_gradients([number])
     step.has_written = True
     if W.numel():
         core.update_momentum(
             [B],
-            step.gradients_of([number]),
+            grads,
             [look_ahead],
             momentum=group.momentum,
             nesterov=group.nesterov,

@@ -60,7 +60,6 @@ class Scratch:
         self._taken[id(taken)] = buffer
         return taken
 
-    def give(self, *tensors: Tensor) -> None:
-        """Lets later `take`s reuse these tensors' buffers; all users are on the same stream."""
-        for tensor in tensors:
-            self._free[tensor.dtype, tensor.device].append(self._taken.pop(id(tensor)))
+    def give(self, tensor: Tensor) -> None:
+        """Lets a later `take` reuse a tensor's buffer; all users are on the same stream."""
+        self._free[tensor.dtype, tensor.device].append(self._taken.pop(id(tensor)))

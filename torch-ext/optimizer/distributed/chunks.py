@@ -37,7 +37,7 @@ class Share:
         local_parts: where the pieces lie in the local tensor, unit by unit.
         start: where the pieces begin in the chunk's buffer, unit by unit; for pieces that are not
             staged, in a buffer with these pieces alone.
-        moments: where the mean squares of the units begin in the chunk's side buffer.
+        moments_start: where the mean squares of the units begin in the chunk's side buffer.
         is_staged: whether the pieces have a place in the chunk's buffer. Momentum that another
             replica sends has none.
     """
@@ -46,7 +46,7 @@ class Share:
     boxes: tuple[Region, ...]
     local_parts: tuple[LocalPart, ...]
     start: int
-    moments: int
+    moments_start: int
     is_staged: bool
 
     @property
@@ -77,6 +77,9 @@ class PeerPart(NamedTuple):
 
 class PeerRun(NamedTuple):
     """Parts of several peers, of equal shapes and at equal distances, so that one view has all.
+
+    The part of the k-th peer lies k·step elements behind the first in the buffer, and k·shift
+    indices behind it in the unit.
 
     If a mesh cuts one dimension evenly, three runs have the parts of all peers: one of this rank
     alone, one of the peers before it, and one of the peers after it.
@@ -139,13 +142,13 @@ class Batch:
         gathered: what each peer sends of their momentum, this rank's part first.
         scattered: what each peer gets of their updates, this rank's part first; if all peers get
             the same, only this rank's part.
-        moments: where the mean squares of their updates begin in the chunk's side buffer.
+        moments_start: where the mean squares of their updates begin in the chunk's side buffer.
     """
 
     units: tuple[Unit, ...]
     gathered: tuple[PeerPart, ...]
     scattered: tuple[PeerPart, ...]
-    moments: int
+    moments_start: int
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
@@ -210,8 +213,9 @@ class Chunk:
             buffer of updates then has a slot of this size for each peer, in their order. Slots of
             one size travel by one all-gather, slots of several sizes by a broadcast each. Empty if
             peers get different updates.
-        moments: mean squares of updates that each peer sends to all others, padded to one number;
-            the side buffer has a slot of this size for each peer. 0 without a second moment.
+        moments_slot: mean squares of updates that each peer sends to all others, padded to one
+            number; the side buffer has a slot of this size for each peer. 0 without a second
+            moment.
     """
 
     momentum: tuple[Share, ...]
@@ -221,7 +225,7 @@ class Chunk:
     scatter: Traffic
     in_place: bool
     slots: tuple[int, ...]
-    moments: int
+    moments_slot: int
 
 
 class ChunkBuilder:
@@ -246,7 +250,7 @@ class ChunkBuilder:
         weights, scattered, scatter = self.scatter.layout(batches, slots)
         return Chunk(
             tuple(momentum),
-            tuple(replace(share, moments=moments[share.units[0]]) for share in weights),
+            tuple(replace(share, moments_start=moments[share.units[0]]) for share in weights),
             tuple(
                 Batch(units, come, go, moments[units[0]])
                 for units, come, go in zip(batches.get(this_peer, ()), gathered, scattered)
@@ -342,11 +346,28 @@ class _Direction:
         Returns:
             This rank's shares, the peers' parts of each batch that it owns, and the traffic.
         """
-        this_peer, peers = self.channel.this_peer, range(len(self.channel.peers))
+        this_peer, peers = self.channel.this_peer, len(self.channel.peers)
+        shares, own_parts, by_owner = self._shares(batches, slots)
+        if slots:
+            parts: list[tuple[PeerPart, ...]] = [(part,) for part in own_parts]
+            by_owner, by_peer, kept = list(slots), [slots[this_peer]] * peers, slots[this_peer]
+        else:
+            parts, by_peer = self._parts(batches.get(this_peer, ()), own_parts)
+            kept = by_owner[this_peer]
+        by_owner[this_peer] = by_peer[this_peer] = 0
+        sent, received = (by_peer, by_owner) if self.is_scatter else (by_owner, by_peer)
+        shares.sort(key=lambda share: (not share.is_staged, share.start))
+        return shares, parts, Traffic(tuple(sent), tuple(received), kept)
+
+    def _shares(
+        self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slots: tuple[int, ...]
+    ) -> tuple[list[Share], list[PeerPart], list[int]]:
+        """This rank's shares, owner by owner; its parts of each batch that it owns; and elements
+        in the buffer by owner."""
+        this_peer = self.channel.this_peer
         shares: list[Share] = []
-        parts: list[list[PeerPart]] = []  # of each batch that this rank owns
-        # By owner, elements of this rank's parts; by peer, elements of what this rank owns.
-        by_owner, by_peer = [0 for _ in peers], [0 for _ in peers]
+        own_parts: list[PeerPart] = []
+        by_owner = [0] * len(self.channel.peers)
         end = unstaged_end = 0
         for owner, owner_batches in batches.items():
             begin = end = sum(slots[:owner]) if slots else end
@@ -354,7 +375,7 @@ class _Direction:
                 boxes = self._boxes(units[0], this_peer)
                 is_staged = self._sends(units[0], this_peer, owner)
                 if owner == this_peer:
-                    parts.append([PeerPart(this_peer, boxes, end)])
+                    own_parts.append(PeerPart(this_peer, boxes, end))
                 start = end if is_staged else unstaged_end
                 local_parts = itertools.chain.from_iterable(map(self._local_parts, units))
                 shares.append(Share(units, boxes, tuple(local_parts), start, 0, is_staged))
@@ -363,23 +384,26 @@ class _Direction:
                 else:
                     unstaged_end += self.numel(units, boxes)
             by_owner[owner] = end - begin
+        return shares, own_parts, by_owner
+
+    def _parts(
+        self, batches: Sequence[tuple[Unit, ...]], own_parts: Sequence[PeerPart]
+    ) -> tuple[list[tuple[PeerPart, ...]], list[int]]:
+        """The parts of each batch that this rank owns, its own first, then peer by peer; and
+        elements in the owner's buffer by peer."""
+        this_peer = self.channel.this_peer
+        parts, by_peer = [[part] for part in own_parts], [0] * len(self.channel.peers)
         end = 0
-        for peer in () if slots else peers:
+        for peer in range(len(by_peer)):
             begin = end
-            for units, batch_parts in zip(batches.get(this_peer, ()), parts):
+            for units, of_batch in zip(batches, parts):
                 if peer != this_peer:
                     is_sent = self._sends(units[0], peer, this_peer)
                     boxes = self._boxes(units[0], peer) if is_sent else ()
-                    batch_parts.append(PeerPart(peer, boxes, end))
+                    of_batch.append(PeerPart(peer, boxes, end))
                     end += self.numel(units, boxes)
             by_peer[peer] = end - begin
-        kept = slots[this_peer] if slots else by_owner[this_peer]
-        if slots:
-            by_owner, by_peer = list(slots), [kept * (peer != this_peer) for peer in peers]
-        by_owner[this_peer] = 0
-        sent, received = (by_peer, by_owner) if self.is_scatter else (by_owner, by_peer)
-        shares.sort(key=lambda share: (not share.is_staged, share.start))
-        return shares, list(map(tuple, parts)), Traffic(tuple(sent), tuple(received), kept)
+        return list(map(tuple, parts)), by_peer
 
     def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
         """Whether a peer's part of a unit travels: updates do, momentum in the owner's replica."""

@@ -25,6 +25,18 @@ def single_tensor_collective(name: str) -> Callable[..., Any]:
     return getattr(dist, f"{name}_single", None) or getattr(dist, old[name])
 
 
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    group: Any,
+) -> Any:
+    """Starts to send each rank its part of one flat buffer, and to receive its part of another."""
+    sizes = list(received_sizes), list(sent_sizes)
+    return dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
+
+
 def all_gather_slots(buffer: Tensor, group: Any) -> Any:
     """Starts an all-gather into a flat buffer of one slot for each rank, from this rank's slot."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -24,12 +24,11 @@ import math
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..scratch import Scratch
 from .chunks import Batch, Chunk, PeerPart, Traffic
-from .collectives import all_gather_slots, share_slots
+from .collectives import all_gather_slots, all_to_all, share_slots
 from .plan import Lane
 from .wire import copy_parts
 
@@ -76,8 +75,8 @@ class Exchange:
             self.updates = self._take(scatter.kept + sum(scatter.received))
         if not (chunk.slots or self._is_local):
             self._scattered = self._gathered if chunk.in_place else self._take(sum(scatter.sent))
-        if chunk.moments:
-            numbers = len(self.lane.peers) * chunk.moments
+        if chunk.moments_slot:
+            numbers = len(self.lane.peers) * chunk.moments_slot
             self.moments = self._scratch.take(numbers, torch.float32, self.lane.device)
 
     def assemble(self, batch: Batch) -> Tensor:
@@ -119,7 +118,7 @@ class Exchange:
         """Copies the mean squares of a batch's updates, of any shape, to where they are sent
         from."""
         assert self.moments is not None
-        self.moments[batch.moments :][: squares.numel()].copy_(squares.flatten())
+        self.moments[batch.moments_start :][: squares.numel()].copy_(squares.flatten())
 
     def start_scatter(self) -> None:
         """Starts to send the updates to the ranks that hold the weights."""
@@ -148,9 +147,8 @@ class Exchange:
         return self._scratch.take(numel, self.lane.wire, self.lane.device)
 
     def _start(self, sent: Tensor, received: Tensor, traffic: Traffic) -> None:
-        sizes, group = (list(traffic.received), list(traffic.sent)), self._process_group
-        work = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
-        self._works = [work]
+        sizes = traffic.received, traffic.sent
+        self._works = [all_to_all(received, sent, *sizes, self._process_group)]
 
     def _wait(self) -> None:
         for work in self._works:

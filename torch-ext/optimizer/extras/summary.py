@@ -187,7 +187,7 @@ def _totals(
     chunks = [(chunk, lane) for lane in plan.lanes for chunk in lane.chunks]
     sent = received = 0
     for chunk, lane in chunks:
-        moments = (len(lane.peers) - 1) * chunk.moments * MOMENT_BYTES
+        moments = (len(lane.peers) - 1) * chunk.moments_slot * MOMENT_BYTES
         size, gather, scatter = lane.wire.itemsize, chunk.gather, chunk.scatter
         sent += sum((*gather.sent, *scatter.sent)) * size + moments
         received += sum((*gather.received, *scatter.received)) * size + moments
@@ -227,7 +227,7 @@ def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
             if event.do is Do.GATHER:
                 row["sent_bytes"] = sum(chunk.gather.sent) * lane.wire.itemsize
             elif event.do is Do.ORTHOGONALIZE:
-                moments = (len(lane.peers) - 1) * chunk.moments * MOMENT_BYTES
+                moments = (len(lane.peers) - 1) * chunk.moments_slot * MOMENT_BYTES
                 row["sent_bytes"] = sum(chunk.scatter.sent) * lane.wire.itemsize + moments
                 for batch in chunk.batches:
                     row["matrices"] += batch.matrices

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
+from operator import eq
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -21,6 +22,7 @@ from ..cpu_offload import CPUOffload, Fetch, Load, Ring
 from ..distributed import dtensors, process_groups, regions
 from ..distributed.chunks import Batch, Chunk, Share
 from ..distributed.plan import Lane, Plan
+from ..distributed.regions import Region
 from ..distributed.replicas import Replicas
 from ..distributed.units import Unit
 from ..matrices import LocalPart
@@ -51,6 +53,16 @@ class Moments:
     start: int
     sizes: list[int]
     indices: list[tuple[slice, ...]]
+
+    def of_pieces(self, of_units: Tensor) -> list[Tensor]:
+        """Numbers of the units' matrices, piece by piece, as they broadcast to the pieces.
+
+        Of a tall unit of 8 rows, of which this rank has rows 0 to 2 and 6 to 7, these are numbers 0
+        to 2, as (3, 1), and 6 to 7.
+        """
+        of_units = of_units.view(-1, *self.sizes)
+        columns = [of_units[(slice(None), *index)].unbind(0) for index in self.indices]
+        return list(chain.from_iterable(zip(*columns)))
 
     def without(self, absent: frozenset[int]) -> Moments:
         present = [entry not in absent for entry in self.entries]
@@ -231,6 +243,8 @@ class Bound:
         on_host: entries whose weights are in host memory, but are updated on a device.
     """
 
+    taking_part: Sequence[Sequence[Tensor]]
+    parts: list[adamw.Part]
     averaged: dict[Tensor, tuple[Optional[int], bool]]
     schedule: tuple[Event, ...]
     loads: dict[Event, Load]
@@ -266,15 +280,11 @@ class Bound:
         self.sharded = {n: param for n, param in enumerate(params) if dtensors.is_dtensor(param)}
         self.on_host = {n for n, param in enumerate(params) if offload.is_on_host(param)}
         self._streams = bool(self.on_host) or offload.has_state
-        self._tensors = _tensors_of(params, state)
-        self._addresses = dtensors.addresses(self._tensors)
         self._whole: dict[tuple[int, int], BoundChunk] = {}
         for number, lane in enumerate(plan.all_lanes):
             for at in range(len(lane.chunks)):
                 self._whole[number, at] = self._chunk(lane, at)
         self.chunks, self._absent = self._whole, frozenset[int]()
-        self.taking_part: Sequence[Sequence[Tensor]] = ()
-        self.parts: list[adamw.Part] = []
         self._chosen: object = None
 
     def fits(self) -> bool:
@@ -434,33 +444,31 @@ class Bound:
             entries,
             [self.params[number] for number in entries],
             [part.of(local[number]) for number, part in zip(entries, parts)],
-            [self._whole_or_part(*piece, is_scatter) for piece in zip(entries, parts)],
+            list(
+                map(self._part_of_weights if is_scatter else self._part_of_gradient, entries, parts)
+            ),
             rounding,
             [Places(start, len(share.units), list(map(regions.shape_of, share.boxes)))],
             [self._moments(share)] if is_scatter and entry.second_moment else [],
         )
 
-    def _whole_or_part(self, number: int, part: LocalPart, is_scatter: bool) -> Optional[LocalPart]:
-        """Where a piece lies in the gradient of its entry, or in its weights; None for all.
+    def _part_of_gradient(self, number: int, part: LocalPart) -> Optional[LocalPart]:
+        """Where a piece of the momentum lies in the gradient of its entry; None for all of it.
 
-        A part's place is known in the momentum. If replicas divide that, the gradient begins
-        elsewhere.
+        If replicas divide the momentum, and this rank has its rows 4 to 7, then row 5 has index 1
+        in the momentum. So it has in ZeRO-2, where this rank gets these rows of the mean gradient;
+        else row 5 of the gradient is meant.
         """
-        entry = self.plan.entries[number]
-        local = entry.region(self.plan.rank)
-        if not is_scatter and entry.momentum is not None:
-            rows = entry.momentum_region(self.plan.rank)
-            if self._settings.divided is not None:  # this rank gets its rows of the mean
-                local = rows
-            else:  # replicas divide the momentum, not the gradient
-                starts = (at + first for at, (first, _) in zip(part.starts, rows))
-                part = part._replace(starts=tuple(starts))
-        # All of it is the part whose axes are the dimensions, in their order.
-        is_whole = not any(part.starts) and all(
-            axis == (dim, size, 1)
-            for dim, (axis, size) in enumerate(zip(part.axes, regions.shape_of(local)))
-        )
-        return None if is_whole and len(part.axes) == len(local) else part
+        entry, rank = self.plan.entries[number], self.plan.rank
+        rows = entry.momentum_region(rank)
+        if entry.momentum is None or self._settings.divided is not None:
+            return _none_if_whole(part, rows)
+        starts = tuple(at + first for at, (first, _) in zip(part.starts, rows))
+        return _none_if_whole(part._replace(starts=starts), entry.region(rank))
+
+    def _part_of_weights(self, number: int, part: LocalPart) -> Optional[LocalPart]:
+        """Where a piece lies in the weights of its entry; None for all of them."""
+        return _none_if_whole(part, self.plan.entries[number].region(self.plan.rank))
 
     def _moments(self, share: Share) -> Moments:
         unit, entry = share.units[0], self.plan.entries[share.units[0].entry]
@@ -471,7 +479,7 @@ class Bound:
         return Moments(
             [unit.entry for unit in share.units],
             [self._second_moment(unit) for unit in share.units],
-            share.moments,
+            share.moments_start,
             [size if axis in varies_along else 1 for axis, size in enumerate(unit.shape)],
             [
                 tuple(slice(*box[axis]) if axis in varies_along else slice(None) for axis in axes)
@@ -537,6 +545,14 @@ class Bound:
             return None
         tensor = whole if part is None else part.of(whole)
         return Fetch(tensor, self.plan.entries[number].device, written)
+
+
+def _none_if_whole(part: LocalPart, held: Region) -> Optional[LocalPart]:
+    """A part of a local tensor, or None if it is all of it, with the dimensions as axes."""
+    sizes = regions.shape_of(held)
+    dims = ((dim, size, 1) for dim, size in enumerate(sizes))
+    is_whole = not any(part.starts) and len(part.axes) == len(sizes)
+    return None if is_whole and all(map(eq, part.axes, dims)) else part
 
 
 def _tensors_of(params: Iterable[Tensor], state: State) -> list[Tensor]:

@@ -82,8 +82,8 @@ class Step:
         self._last_bound = bound if bound is not None and bound.plan is plan else None
         # Of each entry, as long as an event is to read it; None where there is none yet.
         self._grads: list[Optional[Tensor]] = []
-        self._averaged: dict[Tensor, int] = {}  # by parameter, the number of its mean
-        self._means: dict[Tensor, Tensor] = {}  # of AdamW's parameters of which more pieces come
+        self._mean_numbers: dict[Tensor, int] = {}  # by parameter, as `means` numbers them
+        self._kept_means: dict[Tensor, Tensor] = {}  # of AdamW's, of which more pieces come
         self._sharing: list[RowAllGather] = []
 
     def __enter__(self) -> Step:
@@ -99,7 +99,7 @@ class Step:
                 self.rounding,
             )
         self.bound = bound
-        self._read_local_gradients(bound)
+        self._take_local_gradients(bound)
         taking_part = [[] if group.use_muon else group.taking_part() for group in self.groups]
         bound.prepare(self.absent, taking_part, self._grads)
         if self.settings.divided is not None:
@@ -144,10 +144,10 @@ class Step:
         they are on the device.
         """
         load = self.bound.loads.get(event)
-        if load is None or load.device is None:
+        if load is None:
             yield list
             return
-        ring = self.bound.rings[load.device]
+        ring = self.bound.rings[load.device]  # type: ignore[index]
         columns = ring.acquire(load)
 
         def bring(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -170,22 +170,22 @@ class Step:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def _read_local_gradients(self, bound: Bound) -> None:
+    def _take_local_gradients(self, bound: Bound) -> None:
         """Gets the gradients of entries that replicas do not average."""
         self._grads = dtensors.raw_locals([param.grad for param in self.params])
-        averaged = set[int]()
+        divided = set[int]()
         if self.settings.divided is not None:
             entries = enumerate(self.plan.entries)
-            averaged = {number for number, entry in entries if entry.momentum is not None}
-            for number in averaged:
+            divided = {number for number, entry in entries if entry.momentum is not None}
+            for number in divided:
                 self._grads[number] = None
-        self.read_gradients(bound.on_host - self.absent - averaged)  # to be brought to the device
+        self.complete_gradients(bound.on_host - self.absent - divided)  # to be brought
 
     def _begin_averaging(self, group: Any) -> None:
         from ..distributed.zero2 import MeanGradients  # loaded where it is used
 
         params, averaged = list(self.bound.averaged), list(self.bound.averaged.values())
-        self._averaged = {param: index for index, param in enumerate(params)}
+        self._mean_numbers = {param: index for index, param in enumerate(params)}
 
         def release(index: int) -> None:
             number = averaged[index][0]
@@ -195,24 +195,24 @@ class Step:
         divided = [is_divided for _, is_divided in averaged]
         self.means = MeanGradients(params, divided, group, release, self.scratch)
 
-    def read_gradients(self, numbers: Iterable[int]) -> None:
-        """Gets gradients that are no tensors yet: means of replicas, and zeros for absent ones."""
+    def complete_gradients(self, numbers: Iterable[int]) -> list[Tensor]:
+        """The gradients of entries, now also those that were no tensors yet: means of replicas, and
+        zeros for absent ones."""
+        completed = []
         for number in numbers:
-            if self._grads[number] is None:
-                self._grads[number] = self._mean_or_zeros(self.params[number])
+            grad = self._grads[number]
+            if grad is None:
+                grad = self._grads[number] = self._mean_or_zeros(self.params[number])
+            completed.append(grad)
+        return completed
 
     def _mean_or_zeros(self, param: Tensor) -> Tensor:
-        if param in self._averaged:
-            return self.means.result(self._averaged[param])
+        if param in self._mean_numbers:
+            return self.means.result(self._mean_numbers[param])
         return torch.zeros_like(dtensors.local(param))
 
-    def gradients_of(self, numbers: Sequence[int]) -> list[Tensor]:
-        """This rank's gradients of entries."""
-        self.read_gradients(numbers)
-        return [self._grads[number] for number in numbers]  # type: ignore[misc]
-
     def gradients(self, pieces: Pieces) -> list[Tensor]:
-        """The gradients of pieces of the momentum, after `read_gradients`."""
+        """The gradients of pieces of the momentum, after `complete_gradients`."""
         grads: list[Any] = self._grads
         return [
             grads[number] if part is None else part.of(grads[number])
@@ -224,11 +224,11 @@ class Step:
         grads = []
         held = dtensors.raw_locals([param.grad for param in part.params])
         for param, grad, index, is_last in zip(part.params, held, part.index, part.is_last):
-            if grad is None or param in self._averaged:
-                grad = self._means.pop(param, None)
+            if grad is None or param in self._mean_numbers:
+                grad = self._kept_means.pop(param, None)
                 grad = self._mean_or_zeros(param) if grad is None else grad
                 if not is_last:
-                    self._means[param] = grad
+                    self._kept_means[param] = grad
             grad = grad if index is None else adamw.narrow(grad, index)
             grads.append(grad if part.kind.in_fp32 else grad.to(param.dtype))
         return grads
