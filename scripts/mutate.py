@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant("state/specs.py", "torch.float32 if in_fp32 else param.dtype", "param.dtype"),
     Mutant("state/checkpoints.py", "if saved.use_muon != group.use_muon:", "if False:"),
     Mutant("weight_rounding.py", "bits + 0x8000 if", "bits + 0x7FFF if"),
-    Mutant("adamw.py", "clip_weights(part.weights, list(factors), rounded_by)", "pass"),
+    Mutant("adamw.py", "clip_weights(part.weights, clip, rounded_by)", "pass"),
     Mutant("cpu_offload/ring.py", "self._backend.wait(COMPUTE, load.arrived)", "pass"),
 ]
 
