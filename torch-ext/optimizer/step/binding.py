@@ -285,7 +285,7 @@ class Bound:
             for at in range(len(lane.chunks)):
                 self._whole[number, at] = self._chunk(lane, at)
         self.chunks, self._absent = self._whole, frozenset[int]()
-        self._chosen: object = None
+        self._taking_part_ids: object = None
 
     def fits(self) -> bool:
         """Whether all storages are still those that were bound."""
@@ -304,18 +304,19 @@ class Bound:
             taking_part: AdamW's parameters that do, by group.
             grads: of the entries, as far as there are any.
         """
-        adamw_params = [list(map(id, params)) for params in taking_part]
-        is_chosen = self._chosen == (absent, adamw_params)
-        if not is_chosen:
-            self._choose(absent, taking_part)
-            self._chosen = absent, adamw_params
-        if self._streams and (self.on_host or not is_chosen):
-            self._load(grads)  # gradients in host memory are other tensors in each step
-
-    def _choose(self, absent: frozenset[int], taking_part: Sequence[Sequence[Tensor]]) -> None:
-        if absent != self._absent:
+        ids = [list(map(id, params)) for params in taking_part]
+        has_others, has_other_adamw = absent != self._absent, ids != self._taking_part_ids
+        if has_others:
             self.chunks = {key: chunk.without(absent) for key, chunk in self._whole.items()}
-            self._absent = absent
+        if has_other_adamw:
+            self._order(taking_part)
+        # Gradients in host memory are other tensors in each step.
+        if self._streams and (self.on_host or has_others or has_other_adamw):
+            self._load(grads)
+        self._absent, self._taking_part_ids = absent, ids  # at last, since an error may come before
+
+    def _order(self, taking_part: Sequence[Sequence[Tensor]]) -> None:
+        """Binds AdamW's parameters, and makes the schedule."""
         replicas = self._settings.divided
         binder = adamw.Binder(self._groups, self._state, replicas, self._offload, self._rounding)
         self.taking_part, self.parts = taking_part, binder.parts(taking_part)
