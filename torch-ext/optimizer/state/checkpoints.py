@@ -87,7 +87,7 @@ def _read_state(saved: Any, saved_id: Any) -> dict[str, Any]:
         count = step_count(step)
         if count is None:
             where = f"step of parameter {saved_id!r} in the checkpoint"
-            value = tuple(getattr(step, "shape", ())) or repr(step)
+            value = tuple(step.shape) if isinstance(step, Tensor) and step.ndim else repr(step)
             raise ValueError(f"{where} must be one number, found {value}")
         if not isinstance(step, Tensor) or step.ndim or step.dtype != torch.float32:
             state["step"] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
