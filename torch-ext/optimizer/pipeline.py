@@ -1,9 +1,10 @@
 """Runs a step: momentum → gather → orthogonalize → scatter → weights, chunk by chunk.
 
 Every rank updates the momentum of what it holds, and sends the input of orthogonalization to the
-owners of the matrices. The owners orthogonalize them, and send every rank its part of the update.
-Matrices that lie whole on this rank, in a local lane, pass through the same functions without
-traffic; on one device all lanes are local.
+owners of the matrices, by an all-to-all. The owners orthogonalize them, and send every rank its
+part of the update, by another. Matrices that lie whole on this rank, in a local lane, pass through
+the same functions without traffic; on one device all lanes are local. In ZeRO-2 events before these
+average gradients.
 
 `async_utils` decides the order of events. `step.binding` has made, once, the lists of tensors that
 each event works on: pieces of matrices that one call updates. An exchange carries a chunk between
@@ -42,7 +43,7 @@ def run(step: Step) -> None:
     if is_reference:
         from .reference import update_matrices  # loaded where it is used
 
-        update_matrices(step)
+        update_matrices(step)  # the schedule has only AdamW's events
     for event in step.bound.schedule:
         DOES[event.do](event, step)
     step.end()
@@ -69,7 +70,7 @@ def update_momentum(event: Event, step: Step) -> None:
                 step.watched(core.update_momentum, pieces)(
                     momenta,
                     grads,
-                    pieces.views(D) if pieces.is_staged else None,  # another replica sends it
+                    pieces.views(D) if pieces.is_staged else None,  # None: another replica sends it
                     momentum=options.momentum,
                     nesterov=options.nesterov,
                     style=options.momentum_style,
