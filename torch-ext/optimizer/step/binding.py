@@ -503,15 +503,16 @@ class Bound:
 
     def _momentum_load(self, chunk: BoundChunk, grads: Sequence[Optional[Tensor]]) -> Load:
         """What the momentum event of a chunk brings: momentum, gradients, list by list."""
-        columns = []
+        columns: list[list[Optional[Fetch]]] = []
         for pieces in (pieces for span in chunk.momentum for pieces in span.pieces):
             columns.append(self._fetches(pieces.entries, "momentum_buffer", pieces.tensors))
-            columns.append(
-                [
-                    self._fetch_on_host(number, grads[number], part, False)
-                    for number, part in zip(pieces.entries, pieces.parts)
-                ]
-            )
+            columns.append([])
+            for number, part in zip(pieces.entries, pieces.parts):
+                grad, fetch = grads[number], None
+                if number in self.on_host and grad is not None:  # else it is a mean, on the device
+                    device = self.plan.entries[number].device
+                    fetch = Fetch(grad if part is None else part.of(grad), device, written=False)
+                columns[-1].append(fetch)
         return Load(columns)
 
     def _weights_load(self, chunk: BoundChunk) -> Load:
@@ -525,8 +526,10 @@ class Bound:
                 columns.append(self._fetches(pieces.entries, "weight_residual", pieces.rounding))
             columns.append(
                 [
-                    self._fetch_on_host(number, self.weights[number], part, True)
-                    for number, part in zip(pieces.entries, pieces.parts)
+                    Fetch(weight, self.plan.entries[number].device)
+                    if number in self.on_host
+                    else None
+                    for number, weight in zip(pieces.entries, pieces.tensors)
                 ]
             )
         return Load(columns)
@@ -538,14 +541,6 @@ class Bound:
             self._offload.fetch(self._state[self.params[number]].get(key), tensor)
             for number, tensor in zip(entries, tensors)
         ]
-
-    def _fetch_on_host(
-        self, number: int, whole: Optional[Tensor], part: Optional[LocalPart], written: bool
-    ) -> Optional[Fetch]:
-        if number not in self.on_host or whole is None:
-            return None
-        tensor = whole if part is None else part.of(whole)
-        return Fetch(tensor, self.plan.entries[number].device, written)
 
 
 def _none_if_whole(part: LocalPart, held: Region) -> Optional[LocalPart]:
