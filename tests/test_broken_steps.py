@@ -713,7 +713,7 @@ PHASES = {
     "between notes and step": Phase("in Muon.agree: aten.any"),  # of what has come
     "state at the first step": Phase("behind Muon.agree: aten.zero_", 3, steps=0),
     "maximum of logits": Phase("behind Muon.agree: c10d.allreduce_"),
-    "mean of gradients": Phase("c10d._reduce_scatter_base_", 2, "ZeRO-2"),
+    "mean of gradients": Phase("c10d._reduce_scatter_base_", 1, "ZeRO-2"),
     "momentum": Phase("in Muon.momentum: aten._foreach_mul_", 2),
     "momentum, in a chain": Phase("in Muon.momentum: aten._foreach_mul_", 1, "chain"),
     "gather": Phase(GATHER, 1, "FSDP2 beside experts"),
