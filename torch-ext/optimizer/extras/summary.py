@@ -304,7 +304,8 @@ def _title(row: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["matrices"] > 1:
-        shape += f" ({row['matrices']} {'here' if row['sharded'] else 'matrices'})"
+        may_hold_experts = row["sharded"] and len(row["shape"]) > 2
+        shape += f" ({row['matrices']} {'here' if may_hold_experts else 'matrices'})"
     owner = _ranks(row["owners"]) if row["owners"] else "–"
     if row["whole"] and (row["sharded"] or dtensors.world_size() > 1):
         owner = "each its own" if row["sharded"] else "each rank"

@@ -53,7 +53,9 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     alternative = f', or adjust_lr="{other}", whose rates it is like' if fits_other else ""
     if moved > MOST:
         too = "large"
-        usual = f"rates up to about {number(float(f'{lr * MOST / moved:.1g}'))} are meant here"
+        most = lr * MOST / moved
+        digit = 10.0 ** math.floor(math.log10(most))
+        usual = f"rates up to about {number(digit * math.floor(most / digit))} are meant here"
     else:
         too, usual = "small", f"rates around {number(LR[scale])} are meant"
     yield Trap(
