@@ -52,7 +52,7 @@ def report_of(
     )
     if layout.kind == "zero2" and costs.lanes:  # one rank averages nothing
         (lane,) = costs.lanes
-        averages = averages_of(kernel, entries, weights, lane.first_used, ranks)
+        averages = averages_of(kernel, entries, weights, lane.first_used, lane.in_flight, ranks)
         costs = replace(costs, averages=averages)
     scheduler = importlib.import_module(f"{kernel.__name__}.async_utils")
     return Report(

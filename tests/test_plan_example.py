@@ -413,7 +413,7 @@ def step_as_many_ranks(text: str, weights: list[Weight], options: dict[str, Any]
         around = averaging.Ring(0, 0)
         if layout.kind == "zero2":
             around = averaging.averages_of(
-                optimizer, entries, weights, lanes[0].first_used, RANKS
+                optimizer, entries, weights, lanes[0].first_used, lanes[0].in_flight, RANKS
             ).all
         else:
             check_padded(np.asarray(exchanges.found), predicted(lanes, rank), len(weights))

@@ -41,22 +41,22 @@ class Averages:
     """ZeRO-2's collectives.
 
     Args:
-        gradients: of Muon's weights, bucket by bucket.
+        gradients: of all weights, bucket by bucket.
         needed: how many of these buckets each chunk needs.
+        other_needed: how many AdamW needs.
         ahead: buckets that are launched before they are needed.
-        other_gradients: AdamW's.
         other_rows: of AdamW's weights, each from the rank that has updated them.
     """
 
     gradients: tuple[Ring, ...]
     needed: tuple[int, ...]
+    other_needed: int
     ahead: int
-    other_gradients: Ring
     other_rows: Ring
 
     @property
     def all(self) -> Ring:
-        rings = (*self.gradients, self.other_gradients, self.other_rows)
+        rings = (*self.gradients, self.other_rows)
         return Ring(sum(ring.count for ring in rings), sum(ring.sent for ring in rings))
 
 
@@ -65,6 +65,7 @@ def averages_of(
     entries: Sequence[Any],
     weights: Iterable[Weight],
     first_used: Sequence[Sequence[int]],
+    before_others: int,
     ranks: int,
 ) -> Averages:
     """The collectives of a step in which all weights have a gradient of their own dtype.
@@ -74,6 +75,7 @@ def averages_of(
         entries: Muon's weights, as the plan sees them.
         weights: of the model, of which AdamW's are looked at.
         first_used: the numbers of the entries that each chunk is the first to need.
+        before_others: chunks whose gathers begin before AdamW's weights are updated.
         ranks: how many.
     """
     zero2 = importlib.import_module(f"{kernel.__name__}.distributed.zero2")
@@ -87,27 +89,27 @@ def averages_of(
         few_rows = slots.slot_numel(ranks) * ranks > 2 * whole.slot_numel(ranks)
         return whole if few_rows else slots  # an all-reduce moves less than padded slots
 
-    numbers = [number for of_chunk in first_used for number in of_chunk]
-    of_muon = [gradient(entries[number].matrices.shape, True) for number in numbers]
-    buckets = zero2.plan_buckets(tuple(of_muon), ranks)
-    needed, seen = [], 0
-    for of_chunk in first_used:
-        seen += len(of_chunk)
-        needed.append(buckets.prefix_counts[seen])
     others = [weight.shape for weight in weights if not weight.muon]
     divided = [kernel.distributed.replicas.is_divided(shape, ranks) for shape in others]
+    gradients, counts = [], []  # in the order in which the step needs them; after each chunk
+    other_count = 0
+    for chunk, of_chunk in enumerate((*first_used, ())):
+        if chunk == min(before_others, len(first_used)):
+            gradients += [gradient(*of) for of in zip(others, divided)]
+            other_count = len(gradients)
+        gradients += [gradient(entries[number].matrices.shape, True) for number in of_chunk]
+        counts.append(len(gradients))
+    buckets = zero2.plan_buckets(tuple(gradients), ranks)
     rows = [piece(shape, True) for shape, cut in zip(others, divided) if cut]
     return Averages(
-        tuple(_ring([of_muon[i] for i in bucket.members], 1, ranks) for bucket in buckets.buckets),
-        tuple(needed),
+        tuple(
+            _ring([gradients[i] for i in bucket.members], 1, ranks) for bucket in buckets.buckets
+        ),
+        tuple(buckets.prefix_counts[count] for count in counts[:-1]),
+        buckets.prefix_counts[other_count],
         zero2.BUCKETS_IN_FLIGHT - 1,
-        _rings(zero2, [gradient(*of) for of in zip(others, divided)], ranks),
-        _rings(zero2, rows, ranks),
+        _ring(rows, len(zero2.plan_buckets(tuple(rows), ranks).buckets), ranks),
     )
-
-
-def _rings(zero2: Any, pieces: Sequence[Any], ranks: int) -> Ring:
-    return _ring(pieces, len(zero2.plan_buckets(tuple(pieces), ranks).buckets), ranks)
 
 
 def _ring(pieces: Sequence[Any], count: int, ranks: int) -> Ring:

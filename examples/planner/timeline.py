@@ -135,14 +135,13 @@ class _Averaging:
         self.arrivals: list[float] = []
         self.rows = 0.0
 
-    def due(self, chunk: int) -> list[Ring]:
-        """Buckets to launch when a chunk begins."""
-        last = self.averages.needed[chunk] + self.averages.ahead
-        return list(self.averages.gradients[len(self.arrivals) : last])
+    def due(self, needed: int) -> list[Ring]:
+        """Buckets to launch before work that needs so many of them."""
+        return list(self.averages.gradients[len(self.arrivals) : needed + self.averages.ahead])
 
-    def arrival(self, chunk: int) -> float:
-        """When all gradients of a chunk are there."""
-        return max(self.arrivals[: self.averages.needed[chunk]], default=0.0)
+    def arrival(self, needed: int) -> float:
+        """When so many buckets are there."""
+        return max(self.arrivals[:needed], default=0.0)
 
 
 class _LaneRun:
@@ -180,17 +179,22 @@ class _LaneRun:
     def update_others(self) -> None:
         """ZeRO-2 averages AdamW's gradients and starts to gather the rows that it updates."""
         if self.averaging is not None:
-            self._wait(self._ring(self.averaging.averages.other_gradients))
+            self._average(self.averaging.averages.other_needed)
             self.averaging.rows = self._ring(self.averaging.averages.other_rows)
 
     def finish(self) -> None:
         if self.averaging is not None:
             self._wait(self.averaging.rows)
 
+    def _average(self, needed: int) -> None:
+        """Launches so many buckets and some more, and waits for the former."""
+        assert self.averaging is not None
+        self.averaging.arrivals += map(self._ring, self.averaging.due(needed))
+        self._wait(self.averaging.arrival(needed))
+
     def _gather(self, chunk: int) -> None:
         if self.averaging is not None:
-            self.averaging.arrivals += map(self._ring, self.averaging.due(chunk))
-            self._wait(self.averaging.arrival(chunk))
+            self._average(self.averaging.averages.needed[chunk])
         self._hold(chunk, GATHER)
         self.arrivals[chunk] = self._exchange(chunk, GATHER)
 
