@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comparisons import adamw_without_fused_kernel, assert_equal, assert_same_training
+from comparisons import assert_equal, assert_same_training
 from layouts import case
 from offloaded import (
     REST,
@@ -83,11 +83,26 @@ def test_steps_are_the_same_when_it_is_toggled_and_changed_at_any_time(training)
     pair.step_and_compare()
 
 
-def test_slots_of_one_byte_carry_one_element_at_a_time():
+def test_slots_of_one_byte_carry_as_little_as_can_be():
     pair = Pair("dtypes")
     pair.turn_on(slot_bytes=1, backend=Host())
-    with adamw_without_fused_kernel():
-        pair.step_and_compare(2)
+    pair.step_and_compare(2)
+
+
+@pytest.mark.parametrize("slot_bytes", [1, 7_000, 12_000])
+@pytest.mark.parametrize("shape", [(40, 24), (2, 5, 150), (7, 333)], ids=str)
+def test_pieces_of_adamws_are_cut_where_the_fused_kernel_rounds_alike(shape, slot_bytes):
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape))]
+    params.append(nn.Parameter(params[0].detach().clone()))
+    grads = [torch.randn(shape) for _ in range(3)]
+    optims = [Muon([{"params": [param], "use_muon": False}], lr=0.1) for param in params]
+    optims[1].turn_on_cpu_offload(slot_bytes=slot_bytes, backend=Host())
+    for grad in grads:
+        for param, optim in zip(params, optims):
+            param.grad = grad.clone()
+            optim.step()
+    assert torch.equal(*params)
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -38,7 +38,7 @@ STREAMED_SHARE = 8  # of the memory for them
 
 # A piece has a multiple of the first of these, in elements, that it can have: torch's fused AdamW
 # on CPUs rounds elements that do not fill a vector register differently.
-ALIGNED_NUMEL = (64, 32, 16)
+ALIGNED_NUMEL = (64, 32)
 
 # Devices with a fused kernel, which reads `step` on the parameter's device.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -228,21 +228,21 @@ def _pieces(tensor: Tensor, most: Optional[int]) -> Iterator[Optional[Index]]:
 
 
 def _divide(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
-    """Boxes of at most so many elements (at least 1), each an interval of memory if ``box`` is.
+    """Boxes of at most so many elements, each an interval of memory if ``box`` is.
 
-    ``dims`` are those of more than one index, the outermost in memory first.
+    They begin at multiples of the last of `ALIGNED_NUMEL` in memory, and have more elements where
+    that can't be otherwise. ``dims`` are those of more than one index, the outermost in memory
+    first.
     """
     sizes = [s.stop - (s.start or 0) for s in box]
-    numel = math.prod(sizes)
-    if numel <= most:
+    dim = next((dim for dim in dims if sizes[dim] > 1), None)
+    each = 0 if dim is None else math.prod(sizes) // sizes[dim]  # elements of an index
+    aligned = [numel // math.gcd(numel, each) for numel in ALIGNED_NUMEL]  # indices
+    if dim is None or math.prod(sizes) <= most or aligned[-1] >= sizes[dim]:
         yield box
         return
-    dim = next(dim for dim in dims if sizes[dim] > 1)
-    step = max(1, most * sizes[dim] // numel)
-    for aligned in (n // math.gcd(n, numel // sizes[dim]) for n in ALIGNED_NUMEL):
-        if step >= aligned:
-            step -= step % aligned
-            break
+    step = max(aligned[-1], most // each)
+    step -= step % next(indices for indices in aligned if indices <= step)
     first, stop = box[dim].start or 0, box[dim].stop
     for start in range(first, stop, step):
         interval = slice(start, min(start + step, stop))

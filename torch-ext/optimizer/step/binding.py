@@ -243,6 +243,7 @@ class Bound:
         on_host: entries whose weights are in host memory, but are updated on a device.
     """
 
+    chunks: dict[tuple[int, int], BoundChunk]
     taking_part: Sequence[Sequence[Tensor]]
     parts: list[adamw.Part]
     averaged: dict[Tensor, tuple[Optional[int], bool]]
@@ -284,8 +285,7 @@ class Bound:
         for number, lane in enumerate(plan.all_lanes):
             for at in range(len(lane.chunks)):
                 self._whole[number, at] = self._chunk(lane, at)
-        self.chunks, self._absent = self._whole, frozenset[int]()
-        self._taking_part_ids: object = None
+        self._chosen: Optional[tuple[frozenset[int], list[list[int]]]] = None
 
     def fits(self) -> bool:
         """Whether all storages are still those that were bound."""
@@ -304,16 +304,16 @@ class Bound:
             taking_part: AdamW's parameters that do, by group.
             grads: of the entries, as far as there are any.
         """
-        ids = [list(map(id, params)) for params in taking_part]
-        has_others, has_other_adamw = absent != self._absent, ids != self._taking_part_ids
-        if has_others:
+        last, self._chosen = self._chosen, None  # so that after an error all is chosen anew
+        chosen = absent, [list(map(id, params)) for params in taking_part]
+        if last is None or absent != last[0]:
             self.chunks = {key: chunk.without(absent) for key, chunk in self._whole.items()}
-        if has_other_adamw:
+        if last is None or chosen[1] != last[1]:
             self._order(taking_part)
         # Gradients in host memory are other tensors in each step.
-        if self._streams and (self.on_host or has_others or has_other_adamw):
+        if self._streams and (self.on_host or chosen != last):
             self._load(grads)
-        self._absent, self._taking_part_ids = absent, ids  # at last, since an error may come before
+        self._chosen = chosen
 
     def _order(self, taking_part: Sequence[Sequence[Tensor]]) -> None:
         """Binds AdamW's parameters, and makes the schedule."""
