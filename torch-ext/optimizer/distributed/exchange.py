@@ -83,13 +83,13 @@ class Exchange:
         """Puts the units of a batch together, (n, *shape of each); they may be overwritten."""
         if self._is_local:
             return self._own(self.inputs, batch.gathered[0], batch)
+        assert self._gathered is not None
         X = self._scratch.empty("gathered", batch.shape, self.lane.wire, self.lane.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for run in batch.gathered_runs:
-            buffer = self._gathered
-            if buffer is None or run.first.peer == self.lane.this_peer:
-                buffer = self.inputs
+            is_own = run.first.peer == self.lane.this_peer
+            buffer = self.inputs if is_own else self._gathered
             targets += run.in_units(X)
             sources += run.in_buffer(buffer, len(X))
         copy_parts(sources, targets)

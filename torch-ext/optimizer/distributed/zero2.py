@@ -135,6 +135,7 @@ class MeanGradients:
         group: process group.
         on_read: called with the number of a tensor once its gradient has been read.
         scratch: what staging is taken from.
+        bucket_plan: that of `buckets_of`, where it is known.
 
     Attributes:
         bucket_plan: which gradients travel together.
@@ -148,6 +149,7 @@ class MeanGradients:
         group: Any,
         on_read: Optional[Callable[[int], None]] = None,
         scratch: Optional[Scratch] = None,
+        bucket_plan: Optional[BucketPlan] = None,
     ):
         self._params = params
         self._divided = divided
@@ -155,7 +157,7 @@ class MeanGradients:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._on_read = on_read
         self._scratch = Scratch() if scratch is None else scratch
-        self.bucket_plan = buckets_of(params, divided, self._ranks)
+        self.bucket_plan = bucket_plan or buckets_of(params, divided, self._ranks)
         self.launched = 0
         # Work to wait for, bucket, buffer that is sent, the buffer again if it is staging, mean.
         self._in_flight: deque[tuple[Any, Bucket, Tensor, Optional[Tensor], Tensor]] = deque()

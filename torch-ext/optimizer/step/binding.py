@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
 from operator import eq
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from ..distributed.units import Unit
 from ..matrices import LocalPart
 from ..parameters.options import Group, Settings
 from ..state.rounding import Rounding
+
+if TYPE_CHECKING:
+    from ..distributed.zero2 import BucketPlan
 
 State = Mapping[Tensor, Mapping[str, Tensor]]  # of an optimizer, by parameter
 
@@ -232,6 +235,7 @@ class Bound:
         averaged: the parameters whose gradients replicas average, in ZeRO-2, in the order in which
             the step needs them; of each the number of its entry, None for one of AdamW's, and
             whether this rank gets only its rows.
+        bucket_plan: of their gradients.
         schedule: all events of the step, in order.
         loads: what an event brings from host memory.
         rings: that bring these loads, by device.
@@ -247,6 +251,7 @@ class Bound:
     taking_part: Sequence[Sequence[Tensor]]
     parts: list[adamw.Part]
     averaged: dict[Tensor, tuple[Optional[int], bool]]
+    bucket_plan: BucketPlan
     schedule: tuple[Event, ...]
     loads: dict[Event, Load]
     rings: dict[torch.device, Ring]
@@ -365,7 +370,8 @@ class Bound:
                         self.averaged.setdefault(param, (None, is_divided))
             needed[event] = len(self.averaged)
         divided = [is_divided for _, is_divided in self.averaged.values()]
-        counts = buckets_of(list(self.averaged), divided, len(replicas.ranks)).prefix_counts
+        self.bucket_plan = buckets_of(list(self.averaged), divided, len(replicas.ranks))
+        counts = self.bucket_plan.prefix_counts
         needed = {event: counts[count] for event, count in needed.items()}
         self.schedule = tuple(with_averages(self.schedule, needed, counts[-1]))
 

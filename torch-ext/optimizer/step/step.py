@@ -193,7 +193,8 @@ class Step:
                 self.release_gradients([number])
 
         divided = [is_divided for _, is_divided in averaged]
-        self.means = MeanGradients(params, divided, group, release, self.scratch)
+        buckets = self.bound.bucket_plan
+        self.means = MeanGradients(params, divided, group, release, self.scratch, buckets)
 
     def complete_gradients(self, numbers: Iterable[int]) -> list[Tensor]:
         """The gradients of entries, now also those that were no tensors yet: means of replicas, and
