@@ -55,7 +55,8 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         too = "large"
         most = lr * MOST / moved
         digit = 10.0 ** math.floor(math.log10(most))
-        usual = f"rates up to about {number(digit * math.floor(most / digit))} are meant here"
+        rounded_down = float(f"{digit * math.floor(most / digit):.1g}")
+        usual = f"rates up to about {number(rounded_down)} are meant here"
     else:
         too, usual = "small", f"rates around {number(LR[scale])} are meant"
     yield Trap(
