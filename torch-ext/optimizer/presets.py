@@ -21,10 +21,10 @@ from torch import Tensor
 
 from .distributed import dtensors, process_groups
 from .muon import Muon
-from .newton_schulz import FAMILIES, Triple
+from .newton_schulz import FAMILIES
 from .parameters import validation
 from .parameters.aliases import suggestion
-from .parameters.options import GROUP_OPTIONS, Group, is_int, is_number, one_of
+from .parameters.options import GROUP_OPTIONS, Group, is_int, is_number
 
 __all__ = [
     "DistMuonAdamW",
@@ -92,15 +92,11 @@ _TORCH_DEFAULTS = {
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """torch's arguments as those of `Muon`."""
-    translated = dict(arguments)
-    if "eps" in arguments:
-        translated["ns_eps"] = translated.pop("eps")
+    renamed = {"eps": "ns_eps", "adjust_lr_fn": "adjust_lr"}
+    translated = {renamed.get(key, key): value for key, value in arguments.items()}
     if "adjust_lr_fn" in arguments:
-        scale = translated.pop("adjust_lr_fn")
-        if scale not in (None, "original", "match_rms_adamw"):
-            raise ValueError(
-                f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', found {scale!r}"
-            )
+        scale = arguments["adjust_lr_fn"]
+        _check_choice("adjust_lr_fn", scale, (None, "original", "match_rms_adamw"))
         translated["adjust_lr"] = scale or "original"
     return translated
 
@@ -146,20 +142,12 @@ def keller_jordan(
         convolutions = _subset(group, lambda p: p.ndim == 4)
         if convolutions["params"]:
             groups.append({**convolutions, "adjust_lr": "none"})
-    return {
-        "params": groups,
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "ns_coefficients": "quintic",
-        "adjust_lr": "original",
-        "momentum_style": "ema",
-        "missing_grad": "zero",
-        "ns_eps_absolute": 1e-7,
-        "flatten": True,
-        "none_grad": False,
-        **({} if process_group is None else {"process_group": process_group}),
-    }
+    given = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+    if process_group is not None:
+        given["process_group"] = process_group
+    how = dict(ns_coefficients="quintic", ns_eps_absolute=1e-7, momentum_style="ema", flatten=True)
+    how.update(adjust_lr="original", missing_grad="zero", none_grad=False)
+    return {"params": groups, **given, **how}
 
 
 def moonlight(
@@ -184,22 +172,11 @@ def moonlight(
     others = [] if adamw_params is None else _as_list(adamw_params)
     if not matrices and not others:
         raise ValueError("Moonlight's Muon got empty lists of muon_params and adamw_params")
-    return {
-        "params": [
-            {"params": matrices, "use_muon": True},
-            {"params": others, "use_muon": False},
-        ],
-        "lr": lr,
-        "weight_decay": wd,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "ns_steps": ns_steps,
-        "adamw_betas": adamw_betas,
-        "adamw_eps": adamw_eps,
-        "ns_coefficients": "quintic",
-        "ns_eps_absolute": 1e-7,
-        "none_grad": False,
-    }
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    given = dict(lr=lr, weight_decay=wd, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
+    given.update(adamw_betas=adamw_betas, adamw_eps=adamw_eps)
+    how = dict(ns_coefficients="quintic", ns_eps_absolute=1e-7, none_grad=False)
+    return {"params": groups, **given, **how}
 
 
 @process_groups.refuses_groups_before_init("distributed_mesh")
@@ -223,8 +200,6 @@ def dion(
 ) -> dict[str, Any]:
     """microsoft/dion's ``Muon``: classical momentum, the coefficients of `you`, spectral scale.
 
-    Matrices with ``num_heads`` get a group for each number of rows of a head.
-
     Args:
         params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
             or with ``use_muon``, and arguments of its hyperparameters (``beta1`` and ``beta2`` in
@@ -242,63 +217,54 @@ def dion(
     Raises:
         ValueError: what has no counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an
             ``algorithm`` that this package does not have (``"lion"``); an unknown scale;
-            ``num_heads`` that do not divide the rows, or of a tensor that is no matrix.
+            ``num_heads`` beside ``split_sizes``.
     """
     if newton_schulz_func or use_gram_newton_schulz:
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
         raise ValueError(f"dion's {key} has no counterpart: leave it out")
-    _check_arguments(unknown, "dion's Muon", _arguments_of(dion))
+    source = "dion's Muon"
+    _check_arguments(unknown, source, _arguments_of(dion))
     defaults = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr, "cautious_wd": cautious_wd}
     defaults |= {"beta1": betas[0], "beta2": betas[1], "num_heads": None, "split_sizes": None}
     keys = {"algorithm", "lr", "weight_decay", "nesterov", "flatten", *defaults}
-    scales = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
-    groups = []
-    for number, group in enumerate(_muon_groups(params, "dion's Muon", keys, keys)):
+    groups = _muon_groups(params, source, keys, keys)
+    for number, group in enumerate(groups):
         where = f"param_groups[{number}]"
-        is_muons = group["use_muon"]  # True, too, where the group does not say
-        algorithm = group.pop("algorithm", "muon" if is_muons else "adamw")
-        if algorithm not in ("muon", "adamw"):
-            raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
-        if algorithm == "muon" and not is_muons:
+        algorithm = group.pop("algorithm", "muon" if group["use_muon"] else "adamw")
+        _check_choice(f"{where}: algorithm", algorithm, ("muon", "adamw"))
+        if algorithm == "muon" and not group["use_muon"]:
             raise ValueError(f"{where} has algorithm='muon' and use_muon=False; give one of them")
         own = {key: group.pop(key, default) for key, default in defaults.items()}
-        scale, heads, sizes = own["adjust_lr"], own["num_heads"], own["split_sizes"]
-        if scale not in scales:
+        _check_choice(f"{where}: adjust_lr", own["adjust_lr"], _DION_SCALES)
+        group.update(momentum=own["mu"], cautious=own["cautious_wd"])
+        group.update(adamw_betas=(own["beta1"], own["beta2"]), adamw_eps=own["epsilon"])
+        group.update(adjust_lr=_DION_SCALES[own["adjust_lr"]], ns_eps_absolute=own["epsilon"])
+        group["use_muon"] = algorithm == "muon"
+        if algorithm == "muon":
+            group["split"] = _dion_split(own["num_heads"], own["split_sizes"], where)
+        elif own["cautious_wd"] and group.get("weight_decay", weight_decay):
             raise ValueError(
-                f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {scale!r}"
+                f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
             )
-        group.update(
-            use_muon=algorithm == "muon",
-            momentum=own["mu"],
-            adjust_lr=scales[scale],
-            cautious=own["cautious_wd"],
-            ns_eps_absolute=own["epsilon"],
-            adamw_betas=(own["beta1"], own["beta2"]),
-            adamw_eps=own["epsilon"],
-        )
-        if algorithm == "adamw":
-            if own["cautious_wd"] and group.get("weight_decay", weight_decay):
-                raise ValueError(
-                    f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
-                )
-            groups.append(group)
-        elif heads is None:
-            groups.append({**group, "split": sizes})
-        elif sizes is None:
-            groups += _by_heads(group, heads, where)
-        else:
-            raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
-    is_group = distributed_mesh is not None and not hasattr(distributed_mesh, "mesh")
-    return {
-        "params": groups,
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "nesterov": nesterov,
-        "flatten": flatten,
-        "ns_coefficients": "polar_express" if use_polar_express else "you",
-        "none_grad": False,
-        **({"process_group": distributed_mesh} if is_group else {}),
-    }
+    given = dict(lr=lr, weight_decay=weight_decay, nesterov=nesterov, flatten=flatten)
+    if distributed_mesh is not None and not hasattr(distributed_mesh, "mesh"):
+        given["process_group"] = distributed_mesh
+    coefficients = "polar_express" if use_polar_express else "you"
+    return {"params": groups, **given, "ns_coefficients": coefficients, "none_grad": False}
+
+
+_DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
+
+
+def _dion_split(heads: Any, sizes: Any, where: str) -> Any:
+    """The ``split`` of dion's ``num_heads``, each with as many rows, or of its ``split_sizes``."""
+    if heads is None:
+        return sizes
+    if sizes is not None:
+        raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
+    if not is_int(heads) or heads < 1:
+        raise ValueError(f"{where}: num_heads must be an int ≥ 1, found {heads!r}")
+    return f"([num_heads={heads}] rows) cols"
 
 
 @process_groups.refuses_groups_before_init("distributed_mesh")
@@ -360,32 +326,22 @@ def emerging_optimizers(
     """
     source = "Emerging-Optimizers' Muon"
     _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
-    if weight_decay_method != "decoupled":
-        raise ValueError(f"weight_decay_method must be 'decoupled', found {weight_decay_method!r}")
-    one_of(*_EMERGING_SCALES).check("scale_mode", scale_mode)
+    _check_choice("weight_decay_method", weight_decay_method, ("decoupled",))
+    _check_choice("scale_mode", scale_mode, _EMERGING_SCALES)
     if not is_number(extra_scale_factor) or extra_scale_factor <= 0:
         raise ValueError(f"extra_scale_factor must be a number > 0, found {extra_scale_factor!r}")
     scale, factor = _EMERGING_SCALES[scale_mode]
     factor *= extra_scale_factor
-    groups = []
-    for group in _muon_groups(params, source, {"lr", "momentum", "weight_decay"}, GROUP_OPTIONS):
+    groups = _muon_groups(params, source, {"lr", "momentum", "weight_decay"}, GROUP_OPTIONS)
+    for group in groups:
         own_factor = factor if group["use_muon"] else 1.0  # AdamW's updates have no such scale
-        if "lr" in group or "weight_decay" in group or own_factor != factor:
-            group["lr"] = group.get("lr", lr) * own_factor
-            group["weight_decay"] = group.get("weight_decay", weight_decay) / own_factor
-        groups.append(group)
-    return {
-        "params": groups,
-        "lr": lr * factor,
-        "momentum": momentum,
-        "weight_decay": weight_decay / factor,
-        "nesterov": nesterov,
-        "momentum_style": "ema",
-        "adjust_lr": scale,
-        "none_grad": False,
-        "ns_coefficients": _emerging_triples(coefficient_type, num_ns_steps),
-        "ns_steps": num_ns_steps,
-    }
+        group["lr"] = group.get("lr", lr) * own_factor
+        group["weight_decay"] = group.get("weight_decay", weight_decay) / own_factor
+    given = dict(lr=lr * factor, weight_decay=weight_decay / factor, momentum=momentum)
+    given.update(nesterov=nesterov, ns_steps=num_ns_steps, adjust_lr=scale)
+    coefficients = _emerging_triples(coefficient_type, num_ns_steps)
+    how = dict(ns_coefficients=coefficients, momentum_style="ema", none_grad=False)
+    return {"params": groups, **given, **how}
 
 
 # By Emerging-Optimizers' scale: ``adjust_lr``, and the factor from its scale to theirs.
@@ -394,21 +350,24 @@ _EMERGING_SCALES = {
     "shape_scaling": ("original", 1.0),
     "unit_rms_norm": ("spectral", 1.0),
 }
-# By Emerging-Optimizers' coefficients, the family that has them.
-_EMERGING_FAMILIES = {
-    **{"simple": "quintic", "quintic": "you", "cans": "cans", "cubic5": "cubic5"},
-    **{"deepseekv4": "deepseekv4", "polar_express": None},
+# By Emerging-Optimizers' coefficients: the family that has them, or the triples.
+_EMERGING_COEFFICIENTS: dict[str, Any] = {
+    "simple": "quintic",
+    "quintic": "you",
+    "cans": "cans",
+    "cubic5": "cubic5",
+    "deepseekv4": "deepseekv4",
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
 }
-_EMERGING_POLAR_EXPRESS: tuple[Triple, ...] = (
-    (8.2051, -22.9019, 16.4607),
-    (4.0664, -2.8612, 0.5184),
-    (3.9096, -2.8234, 0.5250),
-    (3.2856, -2.4153, 0.4853),
-    (2.2779, -1.6198, 0.3985),
-    (1.8726, -1.2307, 0.3585),
-    (1.8564, -1.2132, 0.3568),
-    (1.8750, -1.2500, 0.3750),
-)
 
 
 def _emerging_triples(coefficient_type: str, steps: int) -> Any:
@@ -417,10 +376,10 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
     Lists that are too short go on with their last triple, as in the source, except those which the
     source would begin anew.
     """
-    one_of(*_EMERGING_FAMILIES).check("coefficient_type", coefficient_type)
-    family = _EMERGING_FAMILIES[coefficient_type]
-    triples = _EMERGING_POLAR_EXPRESS if family is None else FAMILIES[family].triples
-    if family == "quintic" or (family is not None and steps == len(triples)):
+    _check_choice("coefficient_type", coefficient_type, _EMERGING_COEFFICIENTS)
+    family = _EMERGING_COEFFICIENTS[coefficient_type]
+    triples = FAMILIES[family].triples if isinstance(family, str) else family
+    if family == "quintic" or (isinstance(family, str) and steps == len(triples)):
         return family
     if steps > len(triples) and coefficient_type in ("quintic", "cubic5"):
         raise ValueError(
@@ -428,30 +387,6 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
             f"{coefficient_type!r}, which can turn updates around: at most {len(triples)}"
         )
     return triples[:steps] + triples[-1:] * (steps - len(triples))
-
-
-def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, Any]]:
-    """Divides a group by the number of rows that a head of its matrices has."""
-    group = validation.normalize_group(group, where)
-    if not is_int(heads) or heads < 1:
-        raise ValueError(f"{where}: num_heads must be an int ≥ 1, found {heads!r}")
-    for param in group["params"]:
-        if param.ndim != 2:
-            raise ValueError(
-                f"{where}: num_heads is for tensors of two dimensions, found {tuple(param.shape)}; "
-                "for stacked matrices set split, the rows of a head, on the group that the preset "
-                "returns"
-            )
-        if param.shape[0] % heads:
-            raise ValueError(
-                f"{where}: num_heads={heads} must divide the rows of every matrix, found "
-                f"{tuple(param.shape)}"
-            )
-
-    def with_rows(rows: int) -> dict[str, Any]:
-        return {**_subset(group, lambda p: p.shape[0] == rows), "split": rows // heads}
-
-    return list(map(with_rows, dict.fromkeys(p.shape[0] for p in group["params"])))
 
 
 class MuonAdamW(Muon):
@@ -477,18 +412,10 @@ class MuonAdamW(Muon):
     def __init__(
         self, param_groups: list[dict[str, Any]], *, version: str = "2026-02", **options: Any
     ):
-        one_of(*_NANOCHAT_VERSIONS).check("version", version)
+        _check_choice("version", version, _NANOCHAT_VERSIONS)
         if version == "2026-07" and dtensors.world_size() > 1:
             options = {"process_group": process_groups.world(), "grad_reduce": "mean", **options}
-        fixed: dict[str, Any] = {
-            **_NANOCHAT_VERSIONS[version],
-            "ns_coefficients": "polar_express",
-            "momentum_style": "ema",
-            "adjust_lr": "original",
-            "decay_lr": "adjusted",
-            "cautious": True,
-            "none_grad": False,
-        }
+        fixed = {**_NANOCHAT, **_NANOCHAT_VERSIONS[version]}
         for key in ("beta2", *_NANOCHAT_KEYS, *fixed):
             if key in options:
                 raise ValueError(
@@ -498,8 +425,7 @@ class MuonAdamW(Muon):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         where, kind = f"param_groups[{len(self.param_groups)}]", param_group.get("kind")
-        if kind not in ("muon", "adamw"):
-            raise ValueError(f"{where}: kind must be 'muon' or 'adamw', found {kind!r}")
+        _check_choice(f"{where}: kind", kind, ("muon", "adamw"))
         for key, nanochat_key in _NANOCHAT_KEYS.items():
             if key in param_group:
                 raise ValueError(f"{where} has {key!r}, which nanochat calls {nanochat_key!r}")
@@ -517,17 +443,20 @@ class MuonAdamW(Muon):
         return super()._translate({**group, **options})
 
 
-# What differs between versions: the input is divided by factor·norm + eps.
-_NANOCHAT_VERSIONS: dict[str, dict[str, Any]] = {
-    "2026-02": {"ns_norm_factor": 1.02, "ns_eps_absolute": 1e-6},
-    "2026-07": {
-        "ns_norm_factor": 1.01,
-        "ns_eps_absolute": 1e-6,
-        "ns_equilibrate": True,
-        "ns_renormalize": True,
-    },
+# nanochat's formulas as options; the input of the iteration is divided by factor·norm + eps.
+_NANOCHAT: dict[str, Any] = {
+    "ns_coefficients": "polar_express",
+    "ns_eps_absolute": 1e-6,
+    "momentum_style": "ema",
+    "adjust_lr": "original",
+    "decay_lr": "adjusted",
+    "cautious": True,
+    "none_grad": False,
 }
-
+_NANOCHAT_VERSIONS: dict[str, dict[str, Any]] = {
+    "2026-02": {"ns_norm_factor": 1.02},
+    "2026-07": {"ns_norm_factor": 1.01, "ns_equilibrate": True, "ns_renormalize": True},
+}
 # What nanochat calls options of AdamW's groups.
 _NANOCHAT_KEYS = {"adamw_betas": "betas", "adamw_eps": "eps"}
 
@@ -582,10 +511,7 @@ def _arguments_of(function: Callable[..., Any]) -> list[str]:
 def _check_arguments(names: Iterable[str], source: str, valid: Collection[str]) -> None:
     for name in names:
         if name not in valid:
-            instead = _instead(name, valid)
-            raise ValueError(
-                f"{source} has no argument {name!r}{instead}; it has {', '.join(valid)}"
-            )
+            raise ValueError(f"{source} has no argument {name!r}{_instead(name, valid)}")
 
 
 # Keys that say what a group holds, which all sources' groups may have.
@@ -596,14 +522,21 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
     for key in set(group) - {*_CONTENTS, *valid}:
         raise ValueError(
             f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
-            f"has not{_instead(key, valid)}; it has {', '.join(sorted(valid))}. Set further "
-            "options of this package, and keys of your own, on the groups that the preset returns"
+            f"has not{_instead(key, valid)}. Set further options of this package, and keys of your "
+            "own, on the groups that the preset returns"
         )
 
 
 def _instead(word: str, valid: Collection[str]) -> str:
+    """What may be meant by a word that means nothing, and all words that mean something."""
     instead = suggestion(word, valid)
-    return f" ({instead})" if instead else ""
+    return f"{f' ({instead})' if instead else ''}; it has {', '.join(sorted(valid))}"
+
+
+def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    if value not in [*choices]:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {listed}, found {value!r}")
 
 
 def _subset(group: Mapping[str, Any], condition: Callable[[Tensor], bool]) -> dict[str, Any]:
