@@ -47,7 +47,7 @@ def entry(
         wire=wire,
         recipe=recipe_for("polar_express", 5, "auto", None, dtype, device),
         second_moment=second_moment,
-        momentum=momentum,
+        momentum_sharding=momentum,
         spread=spread,
     )
 

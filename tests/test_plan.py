@@ -124,7 +124,7 @@ def with_replicas(rng: random.Random, e: Any) -> Any:
         return e
     if len(e.sharding.mesh_shape) == 1 and e.sharding.placements == (None,):
         divided = Sharding(e.sharding.mesh_shape, e.sharding.ranks, (ShardedDim(0),))
-        return dataclasses.replace(e, spread=True, momentum=divided)
+        return dataclasses.replace(e, spread=True, momentum_sharding=divided)
     return dataclasses.replace(e, spread=True)
 
 

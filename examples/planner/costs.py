@@ -234,9 +234,10 @@ class UnitKind:
 
     def momentum(self, peers: tuple[int, ...]) -> Ints:
         """Elements of a unit, per expert, whose momentum each peer has, (peers,)."""
-        if self.entry.momentum is None:
+        if self.entry.momentum_sharding is None:
             return self.weights(peers)
-        return self._elements(_regions(self.entry.momentum, self.entry.matrices.shape, peers))
+        entry = self.entry
+        return self._elements(_regions(entry.momentum_sharding, entry.matrices.shape, peers))
 
     def _elements(self, held: Ints, first_dim: int = 0) -> Ints:
         """Elements of a unit that lie in each of some regions, from a dimension on, (regions,)."""
@@ -252,7 +253,7 @@ class UnitKind:
 
     def replica(self, peers: tuple[int, ...]) -> Ints:
         """Which replica of the momentum each peer has, (peers,)."""
-        return _replicas(self.entry.momentum or self.entry.sharding, peers)
+        return _replicas(self.entry.momentum_sharding or self.entry.sharding, peers)
 
 
 @functools.lru_cache(maxsize=64)

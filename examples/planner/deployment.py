@@ -131,7 +131,7 @@ def entries_of(
             wire=wire or kernel.distributed.wire.wire_of(recipe),
             recipe=recipe,
             second_moment=second_moment,
-            momentum=rows_of(kernel, layout) if layout.replicated else None,
+            momentum_sharding=rows_of(kernel, layout) if layout.replicated else None,
             spread=layout.replicated,
         )
         entries.append(entry)

@@ -127,13 +127,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr: str = "match_rms_adamw",
         momentum_style: str = "classical",
         ns_coefficients: newton_schulz.Coefficients = "polar_express",
-        ns_algorithm: str = "auto",
         ns_dtype: Optional[torch.dtype] = None,
-        ns_eps: float = 1e-7,
-        ns_eps_absolute: Optional[float] = None,
-        ns_norm_factor: Optional[float] = None,
-        ns_equilibrate: bool = False,
-        ns_renormalize: bool = False,
+        ns_options: Optional[Mapping[str, Any]] = None,
         beta2: Optional[float] = None,
         second_moment_side: str = "longer",
         cautious: bool = False,
@@ -145,6 +140,7 @@ class Muon(torch.optim.Optimizer):
         flatten: bool = False,
         maximize: bool = False,
         capturable: bool = False,
+        exact: bool = False,
         comm_dtype: Optional[torch.dtype] = None,
         consistency_check: str = "step",
         hsdp: str = "auto",
@@ -153,10 +149,11 @@ class Muon(torch.optim.Optimizer):
         process_group: Any = None,
         grad_reduce: Optional[str] = None,
     ):
-        arguments = dict(locals())
-        if process_group is not None:
-            arguments["process_group"] = Replicas(process_group)
-        self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
+        arguments = {**locals(), **options.read_ns_options(ns_options)}
+        self._settings = options.Settings(
+            **{key: arguments[key] for key in SETTINGS},
+            replicas=None if process_group is None else Replicas(process_group),
+        )
         self._settings.validate()
         self._load: object = None  # tells the last load from earlier ones
         clip = QKClip(None if clip_config is None else read_config(clip_config))
@@ -266,14 +263,15 @@ class Muon(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """A line for each group: its algorithm and rates, and what differs from Muon's defaults."""
-        defaults, lines = inspect.signature(Muon).parameters, []
+        arguments, lines = inspect.signature(Muon).parameters.values(), []
+        defaults = {**{p.name: p.default for p in arguments}, **options.NS_DEFAULTS}
         for number, group in enumerate(self.param_groups):
             view = self._translate(
                 {**self._defaults_of(group), **group, "names": None, "where": ""}
             )
             keys = GROUP_OPTIONS if view.use_muon else ("adamw_betas", "adamw_eps")
             values = {"lr": view.lr, "weight_decay": view.weight_decay}
-            values |= {k: v for k in keys if (v := getattr(view, k)) != defaults[k].default}
+            values |= {k: v for k in keys if (v := getattr(view, k)) != defaults[k]}
             shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
             algorithm = "Muon" if view.use_muon else "AdamW"
             lines.append(
@@ -284,7 +282,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def process_group(self) -> Any:
         """The process group of replicated parameters; set it again after unpickling."""
-        replicas = self._settings.process_group
+        replicas = self._settings.replicas
         return None if replicas is None else replicas.group
 
     @process_group.setter
@@ -292,7 +290,7 @@ class Muon(torch.optim.Optimizer):
     @process_groups.refuses_groups_before_init("process_group")
     def process_group(self, process_group: Any) -> None:
         replicas = None if process_group is None else Replicas(process_group)
-        self._settings = dataclasses.replace(self._settings, process_group=replicas)
+        self._settings = dataclasses.replace(self._settings, replicas=replicas)
         self._forget_plans()
 
     @torch.no_grad()
@@ -391,7 +389,7 @@ class Muon(torch.optim.Optimizer):
 
     def _has_replicas(self) -> bool:
         """Whether other ranks hold the same part of one of this rank's parameters."""
-        rank, replicas = dtensors.this_rank(), self._settings.replicas
+        rank, replicas = dtensors.this_rank(), self._settings.replica_ranks
         for param in self._params():
             sharding = dtensors.sharding_of(param)
             if len(replicas or () if sharding is None else sharding.peers(rank, (), True)) > 1:
@@ -479,13 +477,13 @@ class Muon(torch.optim.Optimizer):
 
     def _with_replicas(self, sets: set[agreement.Ranks]) -> set[agreement.Ranks]:
         """Adds the ranks of the process group, even if this rank holds none of their parameters."""
-        replicas = self._settings.replicas
+        replicas = self._settings.replica_ranks
         return sets if replicas is None else {*sets, replicas}
 
     def _compare_replicas(self, groups: list[Group]) -> None:
         """Raises ValueError if replicas have other weights, gradients that differ though the step
         does not average them, or the same part of divided state."""
-        replicas = self._settings.process_group
+        replicas = self._settings.replicas
         if replicas is None:
             return
         plain = [
@@ -494,7 +492,7 @@ class Muon(torch.optim.Optimizer):
             for name, param in zip(names, group.params)
             if param.requires_grad and not dtensors.is_dtensor(param)
         ]
-        problem = replicas.difference(plain, averaged=self._settings.divided is None)
+        problem = replicas.difference(plain, averaged=self._settings.zero2_replicas is None)
         if problem is not None:  # then it is the same on all replicas
             self._agreement.revoke()
             raise ValueError(problem)
@@ -509,7 +507,7 @@ class Muon(torch.optim.Optimizer):
 
     def _plan(self) -> tuple[list[Group], Plan, frozenset[int]]:
         """The checked groups, the plan of the step, and which of its entries take no part."""
-        if self._settings is not self._checked_settings or self._settings.process_group:
+        if self._settings is not self._checked_settings or self._settings.replicas:
             self._settings.validate()
         self._checked_settings = self._settings
         groups = self._read_groups()
@@ -543,7 +541,7 @@ class Muon(torch.optim.Optimizer):
                 "CPU offload": self._offload.is_on,
                 "an audit": self._audit is not None and self._audit.is_on,
                 "weights in host memory": any(map(self._offload.is_on_host, self._params())),
-                "a process_group": self._settings.process_group is not None,
+                "a process_group": self._settings.replicas is not None,
             }
             check(groups, others)
 
@@ -707,7 +705,7 @@ class Muon(torch.optim.Optimizer):
 
     def _warn_about_divided_state(self) -> None:
         """Warns once of state that replicas divide, unless torch.distributed.checkpoint asks."""
-        if self._warned_of_rows or len(self._settings.replicas or ()) < 2:
+        if self._warned_of_rows or len(self._settings.replica_ranks or ()) < 2:
             return
         is_divided = any(
             self._divided_state(param) is not None

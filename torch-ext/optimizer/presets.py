@@ -53,7 +53,7 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     groups = validation.as_groups(params)
     for number, group in enumerate(groups):
         _check_keys(group, number, "Motif's Muon", GROUP_OPTIONS)
-    how = {"ns_coefficients": "you", "ns_eps_absolute": 1e-7}
+    how = {"ns_coefficients": "you", "ns_options": {"eps_absolute": 1e-7}}
     return {"params": groups, "lr": lr, **how, **arguments}
 
 
@@ -75,8 +75,9 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
     source, muon_keys = "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS]
     _check_arguments(arguments, source, muon_keys)
     groups = [_from_torch(g) for g in _muon_groups(params, source, muon_keys, GROUP_OPTIONS)]
-    how = {"momentum_style": "ema", "none_grad": False}
-    return {"params": groups, "lr": lr, **how, **_from_torch({**_TORCH_DEFAULTS, **arguments})}
+    how = _from_torch({**_TORCH_DEFAULTS, **arguments})
+    how["ns_options"] = {"eps": how.pop("ns_eps")}
+    return {"params": groups, "lr": lr, "momentum_style": "ema", "none_grad": False, **how}
 
 
 _TORCH_DEFAULTS = {
@@ -145,8 +146,9 @@ def keller_jordan(
     given = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
     if process_group is not None:
         given["process_group"] = process_group
-    how = dict(ns_coefficients="quintic", ns_eps_absolute=1e-7, momentum_style="ema", flatten=True)
-    how.update(adjust_lr="original", missing_grad="zero", none_grad=False)
+    how: dict[str, Any] = {"ns_coefficients": "quintic", "ns_options": {"eps_absolute": 1e-7}}
+    how.update(momentum_style="ema", adjust_lr="original", flatten=True)
+    how.update(missing_grad="zero", none_grad=False)
     return {"params": groups, **given, **how}
 
 
@@ -175,7 +177,7 @@ def moonlight(
     groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
     given = dict(lr=lr, weight_decay=wd, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
     given.update(adamw_betas=adamw_betas, adamw_eps=adamw_eps)
-    how = dict(ns_coefficients="quintic", ns_eps_absolute=1e-7, none_grad=False)
+    how = dict(ns_coefficients="quintic", ns_options={"eps_absolute": 1e-7}, none_grad=False)
     return {"params": groups, **given, **how}
 
 
@@ -415,7 +417,7 @@ class MuonAdamW(Muon):
         _check_choice("version", version, _NANOCHAT_VERSIONS)
         if version == "2026-07" and dtensors.world_size() > 1:
             options = {"process_group": process_groups.world(), "grad_reduce": "mean", **options}
-        fixed = {**_NANOCHAT, **_NANOCHAT_VERSIONS[version]}
+        fixed = {**_NANOCHAT, "ns_options": _NANOCHAT_VERSIONS[version]}
         for key in ("beta2", *_NANOCHAT_KEYS, *fixed):
             if key in options:
                 raise ValueError(
@@ -446,7 +448,6 @@ class MuonAdamW(Muon):
 # nanochat's formulas as options; the input of the iteration is divided by factor·norm + eps.
 _NANOCHAT: dict[str, Any] = {
     "ns_coefficients": "polar_express",
-    "ns_eps_absolute": 1e-6,
     "momentum_style": "ema",
     "adjust_lr": "original",
     "decay_lr": "adjusted",
@@ -454,9 +455,15 @@ _NANOCHAT: dict[str, Any] = {
     "none_grad": False,
 }
 _NANOCHAT_VERSIONS: dict[str, dict[str, Any]] = {
-    "2026-02": {"ns_norm_factor": 1.02},
-    "2026-07": {"ns_norm_factor": 1.01, "ns_equilibrate": True, "ns_renormalize": True},
+    "2026-02": {"norm_factor": 1.02, "eps_absolute": 1e-6},
+    "2026-07": {
+        "norm_factor": 1.01,
+        "eps_absolute": 1e-6,
+        "equilibrate": True,
+        "renormalize": True,
+    },
 }
+
 # What nanochat calls options of AdamW's groups.
 _NANOCHAT_KEYS = {"adamw_betas": "betas", "adamw_eps": "eps"}
 

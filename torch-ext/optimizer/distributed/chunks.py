@@ -156,7 +156,7 @@ class Batch:
         return (len(self.units), *self.units[0].shape)
 
     @property
-    def matrices(self) -> int:
+    def matrix_count(self) -> int:
         """How many matrices the units have."""
         return len(self.units) * self.units[0].count
 
@@ -314,7 +314,7 @@ class ChunkBuilder:
             if len(self.channel.peers) > 1:  # a peer's parts of all units must have the same boxes
                 key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim :])
                 key += (block.axes[m.row_dim :], block.starts)
-                key += (entry.momentum, entry.momentum_holder(unit.box))
+                key += (entry.momentum_sharding, entry.momentum_holder(unit.box))
             alike.setdefault(key, []).append(unit)
         batches = []
         for members in alike.values():

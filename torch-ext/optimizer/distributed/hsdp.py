@@ -41,7 +41,7 @@ def share_work(entries: Sequence[Entry], rank: int, mode: str) -> list[Entry]:
         alike = [entries[number] for number in numbers]
         spread = mode == "spread" or (mode == "auto" and is_worth_sharing(alike, rank))
         for number in numbers:
-            if entries[number].momentum is None:
+            if entries[number].momentum_sharding is None:
                 result[number] = replace(entries[number], spread=spread)
     return result
 

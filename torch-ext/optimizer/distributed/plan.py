@@ -77,7 +77,7 @@ class Plan:
     def flops(self, batch: Batch) -> int:
         """FLOPs to orthogonalize a batch."""
         unit = batch.units[0]
-        return batch.matrices * self.entries[unit.entry].cost(unit.block)
+        return batch.matrix_count * self.entries[unit.entry].cost(unit.block)
 
 
 # How many plans a planner keeps, one for each set of absent entries; and how many lists of lanes.

@@ -31,8 +31,8 @@ class Entry:
         wire: dtype in which momentum and updates travel.
         recipe: how its matrices are orthogonalized, which sets their cost.
         second_moment: whether owners send mean squares of the update after it.
-        momentum: how its momentum lies if it lies otherwise than the weights: replicas of weights
-            may divide the momentum.
+        momentum_sharding: how its momentum lies if it lies otherwise than the weights: replicas of
+            weights may divide the momentum.
         spread: whether each matrix has one owner among all replicas, not one in each replica.
         adjust_lr: how updates are scaled, see `core.update_scale`.
     """
@@ -47,7 +47,7 @@ class Entry:
     wire: torch.dtype
     recipe: Recipe
     second_moment: bool = False
-    momentum: Optional[Sharding] = None
+    momentum_sharding: Optional[Sharding] = None
     spread: bool = False
     adjust_lr: str = "none"
 
@@ -63,22 +63,22 @@ class Entry:
 
     def momentum_region(self, rank: int) -> Region:
         """The part of the stored tensor whose momentum a rank holds."""
-        if self.momentum is None:
+        if self.momentum_sharding is None:
             return self.region(rank)
-        return self.momentum.region(self.matrices.shape, rank)
+        return self.momentum_sharding.region(self.matrices.shape, rank)
 
     def momentum_holder(self, box: Region) -> Optional[int]:
-        """The index in ``momentum.ranks`` of the rank with the momentum of a box's first expert.
+        """The index in ``momentum_sharding.ranks`` of the rank that has a box's first expert.
 
         None if the entry has no experts, or if its momentum lies as its weights do.
         """
-        if self.momentum is None or not self.matrices.row_dim:
+        if self.momentum_sharding is None or not self.matrices.row_dim:
             return None
-        return box[0][0] // -(-self.matrices.shape[0] // len(self.momentum.ranks))
+        return box[0][0] // -(-self.matrices.shape[0] // len(self.momentum_sharding.ranks))
 
     def sends_momentum(self, rank: int, owner: int) -> bool:
         """Whether a rank sends its momentum to an owner: only ranks of the owner's replica do."""
-        sharding = self.momentum or self.sharding
+        sharding = self.momentum_sharding or self.sharding
         return sharding is None or sharding.replica(rank) == sharding.replica(owner)
 
     def peers(self, rank: int) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Entry:
     @property
     def scatters_in_place(self) -> bool:
         """Whether each rank gets back the update of just the elements that it has sent."""
-        return self.momentum is None and not self.spread
+        return self.momentum_sharding is None and not self.spread
 
     def scale(self, block: Block) -> float:
         """Factor on the update of a matrix."""

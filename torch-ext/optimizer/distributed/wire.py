@@ -16,10 +16,13 @@ from ..newton_schulz import Recipe
 _MOST_BY_KERNEL = 128
 
 
-def wire_of(recipe: Recipe, comm_dtype: Optional[torch.dtype] = None) -> torch.dtype:
-    """The user's ``comm_dtype``; without one fp64 if the arithmetic has it, else bf16."""
-    exact = recipe.dtype == torch.float64
-    return comm_dtype or (torch.float64 if exact else torch.bfloat16)
+def wire_of(
+    recipe: Recipe, comm_dtype: Optional[torch.dtype] = None, exact: bool = False
+) -> torch.dtype:
+    """The user's ``comm_dtype``; without one that of the arithmetic in exact mode or in fp64, else
+    bf16."""
+    is_wide = exact or recipe.dtype == torch.float64
+    return comm_dtype or (recipe.dtype if is_wide else torch.bfloat16)
 
 
 def copy_parts(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -244,7 +244,7 @@ class Audit:
             # Each replica adds its norms of the same weights. Where replicas divide the momentum,
             # each has norms of its own part of momentum and gradient.
             for what in _SUMMED:
-                is_divided = entry.momentum is not None and what in _OF_MOMENTUM
+                is_divided = entry.momentum_sharding is not None and what in _OF_MOMENTUM
                 copies[entry.name, what] = 1 if is_divided else holders
         for what, names, norms in record.norms:
             for name, norm in zip(names, norms.tolist()):

@@ -126,10 +126,10 @@ def summarize(
     for number, (group, entries) in enumerate(zip(groups, survey.entries)):
         for index, (param, entry) in enumerate(zip(group.params, entries)):
             placement, traffic = dtensors.describe(param), 0
-            if settings.process_group is not None and not dtensors.is_dtensor(param):
-                ranks = len(settings.process_group.ranks)
+            if settings.replicas is not None and not dtensors.is_dtensor(param):
+                ranks = len(settings.replicas.ranks)
                 placement = f"on each of {ranks} ranks"
-                if settings.divided is not None and param.requires_grad:
+                if settings.zero2_replicas is not None and param.requires_grad:
                     divided = group.use_muon or is_divided(param.shape, ranks)
                     gathered = divided and not group.use_muon  # the rows that AdamW has updated
                     sent = _bytes_of_zero2(param, divided, gathered, ranks)
@@ -230,7 +230,7 @@ def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
                 moments = (len(lane.peers) - 1) * chunk.moments_slot * MOMENT_BYTES
                 row["sent_bytes"] = sum(chunk.scatter.sent) * lane.wire.itemsize + moments
                 for batch in chunk.batches:
-                    row["matrices"] += batch.matrices
+                    row["matrices"] += batch.matrix_count
                     row["flops"] += plan.flops(batch)
         rows.append(row)
     return rows

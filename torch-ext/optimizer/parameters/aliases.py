@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, Optional, TypeVar, cast
 
-from .options import ARGUMENTS
+from .options import ARGUMENTS, NS_DEFAULTS
 
 _EPS = "adamw_eps", "for AdamW, 'ns_eps' for the orthogonalization"
 _BETAS = "adamw_betas", "for AdamW; Muon has 'momentum'"
@@ -82,6 +82,8 @@ def suggestion(word: Any, known: Collection[str], cutoff: float = 0.7) -> Option
 def refusal(caller: str, word: str) -> str:
     """Says that a function has no such argument of `Muon`'s, and what to write instead."""
     instead = suggestion(word, ARGUMENTS)
+    if word in NS_DEFAULTS:
+        instead = f"use ns_options={{{word.removeprefix('ns_')!r}: …}}"
     problem = f"{caller}() got an unexpected keyword argument {word!r}"
     return f"{problem}: {instead}" if instead else problem
 

@@ -1,6 +1,8 @@
-"""Defines the options of a group and the settings of an optimizer: types and accepted values.
+"""Declares every option once: its type, what it accepts, and what it means.
 
-Their defaults are those of the arguments of `Muon`.
+`Group` has the options that groups may have, `Settings` those for all groups. Their defaults are
+those of the arguments of `Muon`. Checks and messages follow from these two classes, and so do the
+tables of docs/options.md, by scripts/options_page.py.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ STRUCTURE = ("expert_keys", "split", "flatten")
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+EXACT_DTYPES = (torch.float32, torch.float64)
 MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory can list them
 
 
 class Option(NamedTuple):
-    """What an option may be."""
+    """What an option accepts, and what it means."""
 
     accepts: Callable[[Any], bool]  # must not read a tensor on a device
     expected: str  # completes "… must be", in the error message
+    meaning: str = ""  # for docs/options.md
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if the option, whose name is ``name``, does not accept the value."""
@@ -114,9 +118,9 @@ _OPTIONAL_DTYPE = _optional_dtype(torch.bfloat16, torch.float16, torch.float32, 
 _OPTIONAL_WIRE = _optional_dtype(torch.bfloat16, torch.float32, torch.float64)
 
 
-def _is(option: Option) -> Any:
-    """A field of `Group` that is an option; its default is that of the argument of `Muon`."""
-    return field(metadata={"option": option})
+def _option(option: Option, meaning: str) -> Any:
+    """A field that is an option; its default is that of the argument of `Muon`."""
+    return field(metadata={"option": option._replace(meaning=meaning)})
 
 
 @dataclass(eq=False)
@@ -129,8 +133,6 @@ class Group:
         where: what messages call the group.
         use_muon: whether Muon trains them, or AdamW.
         rounding_step: how many steps have drawn random numbers for ``weight_rounding``.
-
-    The further fields are the options of a group, described in `Muon`.
     """
 
     params: list[Tensor]
@@ -138,65 +140,142 @@ class Group:
     where: str
     use_muon: bool
     rounding_step: int
-    lr: Union[float, Tensor] = _is(
-        Option(_is_learning_rate, "a finite number ≥ 0 or a tensor of one element")
+    lr: Union[float, Tensor] = _option(
+        Option(_is_learning_rate, "a finite number ≥ 0 or a tensor of one element"),
+        "learning rate; may be a tensor",
     )
-    momentum: float = _is(_FRACTION)
-    nesterov: bool = _is(_BOOL)
-    ns_steps: int = _is(
+    momentum: float = _option(_FRACTION, "μ")
+    nesterov: bool = _option(
+        _BOOL, 'orthogonalize `G + μB` (with `"ema"` `(1−μ)G + μB`) instead of `B`'
+    )
+    ns_steps: int = _option(
         Option(
             lambda value: is_int(value) and 0 < value <= MOST_STEPS,
             f"an int from 1 to {MOST_STEPS}",
-        )
+        ),
+        "iterations",
     )
-    weight_decay: float = _is(_NONNEGATIVE)
-    adamw_betas: tuple[float, float] = _is(
+    weight_decay: float = _option(_NONNEGATIVE, "decoupled: `W ← W·(1 − lr·weight_decay)`")
+    adamw_betas: tuple[float, float] = _option(
         Option(
             lambda value: _are(value, _FRACTION.accepts) and len(value) == 2,
             "two numbers in [0, 1)",
-        )
+        ),
+        "AdamW's betas, for groups with `use_muon=False`",
     )
-    adamw_eps: float = _is(_NONNEGATIVE)
-    none_grad: bool = _is(_BOOL)
-    adjust_lr: str = _is(one_of("match_rms_adamw", "original", "spectral", "none"))
-    momentum_style: str = _is(one_of("classical", "ema"))
-    ns_coefficients: newton_schulz.Coefficients = _is(
+    adamw_eps: float = _option(_NONNEGATIVE, "AdamW's epsilon, for the same groups")
+    none_grad: bool = _option(
+        _BOOL,
+        "set `p.grad` of Muon's matrices to None as soon as `step()` has read it; not in groups "
+        "with `capturable`",
+    )
+    adjust_lr: str = _option(
+        one_of("match_rms_adamw", "original", "spectral", "none"),
+        'scale of the update: `"match_rms_adamw"` is `0.2·sqrt(max(rows, cols))`, `"original"` '
+        '`sqrt(max(1, rows/cols))`, `"spectral"` `sqrt(rows/cols)`, `"none"` 1',
+    )
+    momentum_style: str = _option(
+        one_of("classical", "ema"), '`"classical"`: `B = μB + G`; `"ema"`: `B = μB + (1−μ)G`'
+    )
+    ns_coefficients: newton_schulz.Coefficients = _option(
         Option(
             lambda value: isinstance(value, (str, list, tuple)),
             f"one of {', '.join(newton_schulz.FAMILIES)}, an (a, b, c), or a list of them",
-        )
+        ),
+        "coefficients of the iterations: "
+        + ", ".join(f'`"{family}"`' for family in newton_schulz.FAMILIES)
+        + ", one (a, b, c) for every iteration, or a list of them, which sets `ns_steps`",
     )
-    ns_algorithm: str = _is(one_of(*newton_schulz.ALGORITHMS))
-    ns_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
-    ns_eps: float = _is(_NONNEGATIVE)
-    ns_eps_absolute: Optional[float] = _is(_optional(*_NONNEGATIVE))
-    ns_norm_factor: Optional[float] = _is(
-        _optional(lambda value: is_number(value) and value > 0, "a finite number > 0")
+    ns_algorithm: str = _option(
+        one_of(*newton_schulz.ALGORITHMS),
+        '`"standard"` multiplies the whole matrix in every iteration; `"gram"` iterates on the '
+        "shorter side and multiplies the whole matrix only at restarts and at the end; "
+        '`"auto"` takes `"gram"` for shorter sides of at least 512 where that saves enough FLOPs, '
+        "and `summary()` says why",
     )
-    ns_equilibrate: bool = _is(_BOOL)
-    ns_renormalize: bool = _is(_BOOL)
-    beta2: Optional[float] = _is(_optional(*_FRACTION))
-    second_moment_side: str = _is(one_of("longer", "rows"))
-    cautious: bool = _is(_BOOL)
-    decay_lr: str = _is(one_of("base", "adjusted"))
-    momentum_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
-    weight_rounding: str = _is(one_of(*ROUNDINGS))
-    missing_grad: str = _is(one_of("raise", "zero"))
-    expert_keys: Optional[Sequence[str]] = _is(
+    ns_dtype: Optional[torch.dtype] = _option(
+        _OPTIONAL_DTYPE,
+        "dtype of the iteration's arithmetic; None takes fp16 on accelerators, bf16 on CPUs with "
+        "instructions for it (avx512_bf16, AMX, Arm's bf16), fp32 on other CPUs and on MPS, fp64 "
+        "for fp64 weights; fp16 on CPUs is a slow stand-in",
+    )
+    ns_eps: float = _option(
+        _NONNEGATIVE, "added to the norm, after the matrix was divided by its largest magnitude"
+    )
+    ns_eps_absolute: Optional[float] = _option(
+        _optional(*_NONNEGATIVE[:2]),
+        "added to the norm itself, as the sources have it: smaller gradients make smaller updates",
+    )
+    ns_norm_factor: Optional[float] = _option(
+        _optional(lambda value: is_number(value) and value > 0, "a finite number > 0"),
+        "the norm is multiplied with this; None takes what the coefficients come with: 1.02 for "
+        "Polar Express, 1 for others",
+    )
+    ns_equilibrate: bool = _option(
+        _BOOL,
+        "first scale each row of a matrix, as stored, to the root mean square of the rows' norms "
+        "([MuonEq](https://arxiv.org/abs/2603.28254), as nanochat has it)",
+    )
+    ns_renormalize: bool = _option(
+        _BOOL,
+        "scale `U` to the Frobenius norm `sqrt(min(rows, cols))` "
+        "([Muon+](https://arxiv.org/abs/2602.21545))",
+    )
+    beta2: Optional[float] = _option(
+        _optional(*_FRACTION[:2]),
+        "decay of the factored second moment (NorMuon); None turns it off",
+    )
+    second_moment_side: str = _option(
+        one_of("longer", "rows"),
+        "the second moment has one number for each index of a matrix's longer side, as nanochat "
+        'has it; with `"rows"` one for each row, of wide matrices too, as dion\'s NorMuon',
+    )
+    cautious: bool = _option(
+        _BOOL, "decay a weight only where the update does not move it away from zero"
+    )
+    decay_lr: str = _option(
+        one_of("base", "adjusted"), 'decay by `lr`; `"adjusted"`: by `lr·scale`'
+    )
+    momentum_dtype: Optional[torch.dtype] = _option(
+        _OPTIONAL_DTYPE,
+        "dtype of the momentum buffer; None takes the gradient's, or fp32 where `weight_rounding` "
+        "updates bf16 weights in fp32, or where a parameter takes gradients of any dtype (torch's "
+        "`grad_dtype=None`), of which ZeRO-2 makes the averages in fp32, too",
+    )
+    weight_rounding: str = _option(
+        one_of(*ROUNDINGS),
+        'how updated bf16 weights are rounded, AdamW\'s too: `"exact"` keeps 16 more bits of each '
+        'weight as state, so that steps are those of fp32 weights; `"stochastic"` rounds at random',
+    )
+    missing_grad: str = _option(
+        one_of("raise", "zero"),
+        '`"raise"` raises where only some ranks of a sharded matrix have a gradient, and skips a '
+        'matrix that has none on any rank; `"zero"` counts absent gradients as zeros',
+    )
+    expert_keys: Optional[Sequence[str]] = _option(
         _optional(
             lambda value: _are(value, lambda key: isinstance(key, str)), "a list of name components"
-        )
+        ),
+        "components of names that hold stacked experts `(…, rows, cols)`; needs names",
     )
-    split: Any = _is(
+    split: Any = _option(
         Option(
             lambda value: value is None or _is_split(value),
             "None, a list of row counts, a number of rows, the notation of axes, or a mapping from "
             "name patterns to any of these",
-        )
+        ),
+        "one tensor as several matrices: a list of row counts, an int (every so many rows), "
+        "[the notation below](#split-by-axes), or a mapping from a name pattern to any of these",
     )
-    flatten: bool = _is(_BOOL)
-    maximize: bool = _is(_BOOL)
-    capturable: bool = _is(_BOOL)
+    flatten: bool = _option(
+        _BOOL, "tensors of more than two dimensions as (dim 0, rest): convolutions"
+    )
+    maximize: bool = _option(_BOOL, "as in torch.optim")
+    capturable: bool = _option(
+        _BOOL,
+        "as in torch.optim: the step may be captured in a CUDA graph; gradients stay where they "
+        "are; only without traffic between ranks and without CPU offload",
+    )
 
     def name_of(self, index: int) -> str:
         """What messages call a parameter: its FQN, or its place in the groups."""
@@ -307,48 +386,86 @@ class Settings:
     """Options that hold for all groups; the constructor's arguments of these names.
 
     Ranks compare these options, and of a process group its ranks.
+
+    Args:
+        replicas: the ranks of the process group.
+        streams: whether state comes from host memory, which `Muon.turn_on_cpu_offload` turns on.
     """
 
-    debug: bool = _is(_BOOL)
-    warmup_step: int = _is(Option(lambda value: is_int(value) and value >= 0, "an int ≥ 0"))
-    chunk_size: int = _is(
-        Option(lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1")
+    debug: bool = _option(_BOOL, "logs the plan")
+    warmup_step: int = _option(
+        Option(lambda value: is_int(value) and value >= 0, "an int ≥ 0"),
+        "the most chunks of a [lane](how-it-works.md#names) that may be in flight beside the one "
+        "that is orthogonalized; smaller values of this and of `chunk_size` take less memory",
     )
-    use_distributed_muon: bool = _is(_BOOL)
-    comm_dtype: Optional[torch.dtype] = _is(_OPTIONAL_WIRE)
-    consistency_check: str = _is(
-        Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}")
+    chunk_size: int = _option(
+        Option(lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1"),
+        "the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the bounds on "
+        "bytes, and a number lifts the one on batches",
     )
-    hsdp: str = _is(Option(lambda value: value in hsdp.MODES, f"one of {hsdp.MODES}"))
-    staging_bytes: Optional[int] = _is(
+    use_distributed_muon: bool = _option(
+        _BOOL,
+        "every rank gathers and orthogonalizes everything, one parameter after the other, as a "
+        "plain reference: not with `beta2`, `weight_rounding`, `capturable`, `clip_config`, "
+        "`process_group`, CPU offload or an audit",
+    )
+    exact: bool = _option(
+        _BOOL,
+        "arithmetic and wire in fp32 (fp64 for fp64 weights): steps of Muon's matrices have the "
+        "same bits on every layout; `ns_dtype` and `comm_dtype` may then be fp32 or fp64",
+    )
+    comm_dtype: Optional[torch.dtype] = _option(
+        _OPTIONAL_WIRE,
+        "dtype in which momentum and updates travel; bf16, fp32 or fp64; None is bf16, but fp64 "
+        "where the arithmetic has it",
+    )
+    consistency_check: str = _option(
+        Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}"),
+        'when ranks [compare notes](layouts.md#ranks-agree-first): before every step; `"plan"`: '
+        "before the first one and where parameters that all ranks share, or options of their plan, "
+        'have changed; `"off"`: never',
+    )
+    hsdp: str = _option(
+        Option(lambda value: value in hsdp.MODES, f"one of {hsdp.MODES}"),
+        'whether replicas of shards share the work (`"spread"`) or each does all of it '
+        '(`"redundant"`)',
+    )
+    staging_bytes: Optional[int] = _option(
         # `is_number` is False for an int that no float is as large as.
-        _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0")
+        _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0"),
+        "how many bytes a rank gathers in a chunk, unless one matrix has more; None is 64 MiB on "
+        "accelerators and 1 MiB on CPUs",
     )
-    triton: bool = _is(_BOOL)
-    process_group: Optional[Replicas] = _is(
-        _optional(lambda value: isinstance(value, Replicas), "Replicas")
+    triton: bool = _option(
+        _BOOL,
+        "whether Triton's kernels do a step's arithmetic on accelerators, or torch's operations, "
+        "which take longer and need no C compiler",
     )
-    grad_reduce: Optional[str] = _is(
-        Option(lambda value: value in (None, "mean"), "one of None or 'mean'")
+    grad_reduce: Optional[str] = _option(
+        Option(lambda value: value in (None, "mean"), "one of None or 'mean'"),
+        '`"mean"` averages the gradients of the ranks of `process_group` in the step (ZeRO-2)',
     )
-    streams: bool = False  # no argument: whether state comes from the host, which a method turns on
+    replicas: Optional[Replicas] = None
+    streams: bool = False
 
     @property
-    def replicas(self) -> Optional[agreement.Ranks]:
+    def replica_ranks(self) -> Optional[agreement.Ranks]:
         """The ranks of the process group, ascending."""
-        return None if self.process_group is None else tuple(sorted(self.process_group.ranks))
+        return None if self.replicas is None else tuple(sorted(self.replicas.ranks))
 
     @property
-    def divided(self) -> Optional[Replicas]:
+    def zero2_replicas(self) -> Optional[Replicas]:
         """The ranks that divide all state by rows, AdamW's too, and average gradients: ZeRO-2."""
-        return self.process_group if self.grad_reduce is not None else None
+        return self.replicas if self.grad_reduce is not None else None
 
     def validate(self) -> None:
         """Checks these options, as `Group.validate` does those of a group."""
         for key, option in SETTINGS.items():
             option.check(key, getattr(self, key))
-        if self.process_group is not None:
-            self.process_group.check_alive()
+        if self.exact and self.comm_dtype not in (None, *EXACT_DTYPES):
+            raise ValueError(f"exact=True and comm_dtype={self.comm_dtype} contradict each other")
+        if self.replicas is not None:
+            self.replicas.check_alive()
         elif self.grad_reduce is not None:
             raise ValueError(
                 f"grad_reduce={self.grad_reduce!r} averages gradients over a process group: give "
@@ -359,11 +476,45 @@ class Settings:
 
 SETTINGS = _options_of(Settings)
 
-# Arguments of `Muon` that hold for all groups, and are refused as keys of one.
-CONSTRUCTOR_ONLY = (*SETTINGS, "clip_config")
-ARGUMENTS = frozenset({"params", *GROUP_OPTIONS, *CONSTRUCTOR_ONLY})
+# Arguments of `Muon` that hold for all groups and are no settings, and what they mean.
+OTHER_ARGUMENTS = {
+    "process_group": "the ranks that hold the same plain parameters: "
+    "[DDP and ZeRO-2](layouts.md#replicas-of-whole-parameters-ddp-and-zero-2)",
+    "clip_config": "[QK-Clip](qk-clip.md)",
+    "ns_options": "rare knobs of the iteration in one mapping, which [groups](#ns_options) have as "
+    "keys of their own",
+}
+
+# Rare options of the iteration, which are keys of groups and, without ``ns_``, of ``ns_options``.
+NS_OPTIONS = ("algorithm", "eps", "eps_absolute", "norm_factor", "equilibrate", "renormalize")
+NS_DEFAULTS = {
+    "ns_algorithm": "auto",
+    "ns_eps": 1e-7,
+    "ns_eps_absolute": None,
+    "ns_norm_factor": None,
+    "ns_equilibrate": False,
+    "ns_renormalize": False,
+}
+
+# What is refused as a key of a group, and what `Muon` accepts.
+CONSTRUCTOR_ONLY = (*SETTINGS, *OTHER_ARGUMENTS)
+ARGUMENTS = frozenset({"params", *GROUP_OPTIONS, *CONSTRUCTOR_ONLY} - NS_DEFAULTS.keys())
+
+
+def read_ns_options(ns_options: Any) -> dict[str, Any]:
+    """The keys of groups that ``ns_options`` sets, and the defaults of the others.
+
+    Raises:
+        ValueError: no mapping, or a key that means nothing.
+    """
+    if ns_options is not None and not isinstance(ns_options, Mapping):
+        raise ValueError(f"ns_options must be None or a mapping, found {ns_options!r}")
+    for key in ns_options or {}:
+        if key not in NS_OPTIONS:
+            raise ValueError(f"ns_options has a key {key!r}; it takes {', '.join(NS_OPTIONS)}")
+    return {**NS_DEFAULTS, **{f"ns_{key}": value for key, value in (ns_options or {}).items()}}
 
 
 def is_exact(group: Group, settings: Settings) -> bool:
     """Whether the group is in exact mode: the same bits on every layout and machine."""
-    return {group.ns_dtype, settings.comm_dtype} <= {torch.float32, torch.float64}
+    return settings.exact or {group.ns_dtype, settings.comm_dtype} <= {*EXACT_DTYPES}

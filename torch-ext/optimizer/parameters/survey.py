@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
 
 from .. import triton_kernels
@@ -23,7 +24,7 @@ from ..newton_schulz import recipe_for
 from . import validation
 from .modules import Holder, holder_of
 from .names import has_component, matches
-from .options import STRUCTURE, Group, Settings, is_exact
+from .options import EXACT_DTYPES, STRUCTURE, Group, Settings, is_exact
 
 # The options of which a change makes the next step plan and check state anew; beside these,
 # `_facts` has whether there is a beta2.
@@ -154,7 +155,7 @@ def _line(
     dtype = dtensors.grad_dtype(param)
     if dtype != param.dtype:
         line += f", gradients {dtype}"
-    if entry is not None and group.ns_dtype is None:  # each rank asks its own machine
+    if entry is not None and group.ns_dtype is None and not settings.exact:  # each asks its machine
         line += f", ns_dtype=None means {entry.recipe.dtype} here"
     if entry is not None and entry.device.type in triton_kernels.DEVICE_TYPES and settings.triton:
         line += f", Triton is {'' if triton_kernels.is_installed() else 'not '}installed here"
@@ -170,18 +171,25 @@ def entries_of(group: Group, number: int, settings: Settings) -> list[Optional[E
     validation.check_params(group, settings)
     if not group.use_muon:
         return [None] * len(group.params)
+    if settings.exact and group.ns_dtype not in (None, *EXACT_DTYPES):
+        raise ValueError(
+            f"{group.where}: exact=True and ns_dtype={group.ns_dtype} contradict each other"
+        )
     return [_entry(group, number, index, settings) for index in range(len(group.params))]
 
 
 def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
     param, moments_of_rows = group.params[index], group.second_moment_side == "rows"
     device = dtensors.compute_device(param)
-    replicas = None if dtensors.is_dtensor(param) else settings.process_group
+    replicas = None if dtensors.is_dtensor(param) else settings.replicas
+    dtype = group.ns_dtype
+    if dtype is None and settings.exact:
+        dtype = torch.promote_types(param.dtype, torch.float32)
     recipe = recipe_for(
         group.ns_coefficients,
         group.ns_steps,
         group.ns_algorithm,
-        group.ns_dtype,
+        dtype,
         param.dtype,
         device,
         is_exact(group, settings),
@@ -197,10 +205,10 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
         sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
         dtype=param.dtype,
         device=device,
-        wire=wire_of(recipe, settings.comm_dtype),
+        wire=wire_of(recipe, settings.comm_dtype, settings.exact),
         recipe=recipe,
         second_moment=group.beta2 is not None,
-        momentum=None if replicas is None else replicas.state,
+        momentum_sharding=None if replicas is None else replicas.state,
         spread=replicas is not None,
         adjust_lr=group.adjust_lr,
     )
@@ -265,4 +273,4 @@ def read_by_options(
 
 def shared_with(param: Tensor, settings: Settings) -> Optional[agreement.Ranks]:
     """The ranks that a parameter is shared with: of its mesh, or of the process group."""
-    return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else settings.replicas
+    return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else settings.replica_ranks

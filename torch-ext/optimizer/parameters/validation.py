@@ -128,7 +128,7 @@ def without_unknown_keys(
 def check_params(group: Group, settings: Settings) -> None:
     """Checks names and tensors of a group; `survey` checks how matrices are read."""
     params, names, where = group.params, group.names, group.where
-    replicas = settings.process_group if group.use_muon else settings.divided
+    replicas = settings.replicas if group.use_muon else settings.zero2_replicas
     if names is not None:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise ValueError(f"{where}: names must be a list of str, found {names!r}")
@@ -321,7 +321,7 @@ def check_capturable(
                     f"captures its way: set capturable=False in {group.where}, or "
                     "turn_off_cpu_offload()"
                 )
-        if settings.divided is not None and len(settings.divided.ranks) > 1:
+        if settings.zero2_replicas is not None and len(settings.zero2_replicas.ranks) > 1:
             raise ValueError(
                 f'{group.where}: grad_reduce="mean" averages gradients within the step, which no '
                 "graph captures: set capturable=False"

@@ -43,7 +43,7 @@ class Clipping:
         for packed, logits in self.packed_logits:
             if packed.ranks is not None:
                 param = next(p for p in packed.params if shared_with(p, settings) == packed.ranks)
-                group = process_groups.process_group(param, packed.ranks, settings.process_group)
+                group = process_groups.process_group(param, packed.ranks, settings.replicas)
                 self._works.append(max_over_ranks(logits, group))
 
     @functools.cached_property

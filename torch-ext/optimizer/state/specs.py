@@ -51,7 +51,7 @@ def specs_of(
         settings: says which replicas divide state.
     """
     own = dtensors.mesh_placements_of(param)
-    replicas = settings.divided if entry is None else settings.process_group
+    replicas = settings.zero2_replicas if entry is None else settings.replicas
     if entry is None and replicas is not None and not is_divided(param.shape, len(replicas.ranks)):
         replicas = None
     divided = dtensors.state_placements_of(param, replicas) or own

@@ -322,7 +322,7 @@ class Bound:
 
     def _order(self, taking_part: Sequence[Sequence[Tensor]]) -> None:
         """Binds AdamW's parameters, and makes the schedule."""
-        replicas = self._settings.divided
+        replicas = self._settings.zero2_replicas
         binder = adamw.Binder(self._groups, self._state, replicas, self._offload, self._rounding)
         self.taking_part, self.parts = taking_part, binder.parts(taking_part)
         self._tensors = _tensors_of(chain(self.params, *taking_part), self._state)
@@ -350,7 +350,7 @@ class Bound:
 
     def divided_rows(self, param: Tensor) -> Optional[slice]:
         """The rows of one of AdamW's parameters that this rank updates; None for all of them."""
-        return adamw.divided_rows(param, self._settings.divided)
+        return adamw.divided_rows(param, self._settings.zero2_replicas)
 
     def _average(self, replicas: Replicas) -> None:
         """Adds to the schedule the means of gradients, bucket by bucket, before it needs them."""
@@ -360,7 +360,7 @@ class Bound:
         for event in self.schedule:
             if event.do is Do.GATHER:
                 for number in self._whole[event.chunk].reads:
-                    if self.plan.entries[number].momentum is not None:
+                    if self.plan.entries[number].momentum_sharding is not None:
                         self.averaged.setdefault(self.params[number], (number, True))
             elif event.do is Do.ADAMW:
                 # All of the group's, since parts may be others on other ranks.
@@ -395,7 +395,7 @@ class Bound:
         param = self.params[lane.owners[0][0].entry]
         group = None
         if len(lane.peers) > 1:
-            group = process_groups.process_group(param, lane.peers, self._settings.process_group)
+            group = process_groups.process_group(param, lane.peers, self._settings.replicas)
         return BoundChunk(
             chunk,
             lane,
@@ -468,7 +468,7 @@ class Bound:
         """
         entry, rank = self.plan.entries[number], self.plan.rank
         rows = entry.momentum_region(rank)
-        if entry.momentum is None or self._settings.divided is not None:
+        if entry.momentum_sharding is None or self._settings.zero2_replicas is not None:
             return _none_if_whole(part, rows)
         starts = tuple(at + first for at, (first, _) in zip(part.starts, rows))
         return _none_if_whole(part._replace(starts=starts), entry.region(rank))

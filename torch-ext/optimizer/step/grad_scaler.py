@@ -34,7 +34,9 @@ def scaler_agrees(params: Sequence[Tensor], settings: Settings) -> bool:
     shared = {shared_with(param, settings) for param in params}
     if all(ranks is None or len(ranks) == 1 for ranks in shared):
         return True
-    if settings.divided is not None:  # gradients of replicas differ until the step averages them
+    if (
+        settings.zero2_replicas is not None
+    ):  # gradients of replicas differ until the step averages them
         return False
     rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
     first: dict[tuple[torch.device, torch.dtype], Ranks] = {}

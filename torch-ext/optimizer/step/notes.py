@@ -14,7 +14,7 @@ from torch import Tensor
 from ..distributed import dtensors
 from ..distributed.agreement import Ranks, StepNotes
 from ..distributed.plan import Entry, Plan
-from ..parameters.options import GROUP_OPTIONS, Group, Settings
+from ..parameters.options import GROUP_OPTIONS, SETTINGS, Group, Settings
 from ..parameters.survey import Survey
 
 
@@ -78,10 +78,10 @@ def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
 
     The ranks of a mesh may have different process groups.
     """
-    values = {**vars(settings), "state streamed (turn_on_cpu_offload)": settings.streams}
-    del values["streams"]
-    if ranks != settings.replicas:
-        del values["process_group"]
+    values = {key: getattr(settings, key) for key in SETTINGS}
+    values["state streamed (turn_on_cpu_offload)"] = settings.streams
+    if ranks == settings.replica_ranks:
+        values["process_group"] = settings.replicas
     return [f"{key} = {value!r}" for key, value in values.items()]
 
 
@@ -101,7 +101,7 @@ def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -
     Otherwise replicas would diverge, or a matrix would be made of a gradient and of zeros.
     """
     holders = entry.holders(rank)
-    averaged = entry.momentum is not None and settings.divided is not None
+    averaged = entry.momentum_sharding is not None and settings.zero2_replicas is not None
     if averaged or entry.sharding is None:
         return [holders]
     replicas = entry.sharding.peers(rank, (), replicas=True)
@@ -117,9 +117,9 @@ def _adamw_replicas(param: Tensor, group: Group, rank: int, settings: Settings) 
     missing on this rank counts as absent: zeros on some ranks only would make replicas diverge.
     """
     sharding = dtensors.sharding_of(param)
-    is_averaged = sharding is None and settings.divided is not None
+    is_averaged = sharding is None and settings.zero2_replicas is not None
     if not (group.takes_part(param) and (is_averaged or param.grad is not None)):
         return ()
     if sharding is None:
-        return settings.replicas or ()
+        return settings.replica_ranks or ()
     return sharding.peers(rank, (), replicas=True)

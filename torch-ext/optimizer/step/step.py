@@ -102,8 +102,8 @@ class Step:
         self._take_local_gradients(bound)
         taking_part = [[] if group.use_muon else group.taking_part() for group in self.groups]
         bound.prepare(self.absent, taking_part, self._grads)
-        if self.settings.divided is not None:
-            self._begin_averaging(self.settings.divided.group)
+        if self.settings.zero2_replicas is not None:
+            self._begin_averaging(self.settings.zero2_replicas.group)
         if self.audit is not None:
             self.audit.begin(self)
         try:
@@ -174,9 +174,9 @@ class Step:
         """Gets the gradients of entries that replicas do not average."""
         self._grads = dtensors.raw_locals([param.grad for param in self.params])
         divided = set[int]()
-        if self.settings.divided is not None:
+        if self.settings.zero2_replicas is not None:
             entries = enumerate(self.plan.entries)
-            divided = {number for number, entry in entries if entry.momentum is not None}
+            divided = {number for number, entry in entries if entry.momentum_sharding is not None}
             for number in divided:
                 self._grads[number] = None
         self.complete_gradients(bound.on_host - self.absent - divided)  # to be brought
@@ -285,8 +285,8 @@ class Step:
         """Starts the all-gather that brings all replicas the updated rows of a group of AdamW's."""
         from ..distributed.zero2 import RowAllGather
 
-        assert self.settings.divided is not None
+        assert self.settings.zero2_replicas is not None
         params = self.bound.taking_part[group]
         divided = [param for param in params if self.bound.divided_rows(param) is not None]
-        self._sharing.append(RowAllGather(divided, self.settings.divided.group))
+        self._sharing.append(RowAllGather(divided, self.settings.zero2_replicas.group))
         self._sharing[-1].launch()

@@ -49,7 +49,7 @@ def warm_up(plan: Plan, groups: Sequence[Group]) -> None:
                 for batch in chunk.batches:
                     unit = batch.units[0]
                     recipe, block = plan.entries[unit.entry].recipe, unit.block
-                    shape = batch.matrices, block.rows, block.cols
+                    shape = batch.matrix_count, block.rows, block.cols
                     _orthogonalize_batch(lane.device, lane.wire, recipe, shape)
     except torch.OutOfMemoryError:
         raise  # a smaller model helps, and nothing of what follows

@@ -145,7 +145,7 @@ class Run:
 
     def _averaged_by_step(self, param: Tensor) -> Any:
         """The ranks over which the step averages a gradient, if it does."""
-        return None if dtensors.is_dtensor(param) else self.optim._settings.divided
+        return None if dtensors.is_dtensor(param) else self.optim._settings.zero2_replicas
 
     def _whole_gradient(self, param: Tensor) -> Tensor:
         """The gradient that the step takes, of all of a parameter."""
