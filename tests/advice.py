@@ -59,18 +59,10 @@ def follow(model: nn.Module, **given: Any) -> Any:
     space = run(description.code, model, **names)
     if not any(p.is_meta for p in model.parameters()):
         take_a_step(space["optim"])
-    groups = description.groups()
-    assert [group["names"] for group in groups] == [group["names"] for group in space["groups"]]
-    for made, written in zip(groups, space["groups"]):
-        assert made.keys() == written.keys()
-        assert {k: v for k, v in made.items() if k != "params"} == {
-            k: v for k, v in written.items() if k != "params"
-        }
-    optimizer.Muon(groups, **description.options())
     again = optimizer.describe(model, **arguments(description.code, space))
     assert again.warnings == [], again
-    for group, algorithm in zip(space["groups"], ("Muon", "AdamW")):
-        names = [name.removeprefix("module.") for name in group["names"]]  # DDP's
+    for names, algorithm in zip(space["optim"].names, ("Muon", "AdamW")):
+        names = [name.removeprefix("module.") for name in names]  # DDP's
         assert names == names_of(again, algorithm)
     assert max(map(len, str(description).splitlines())) < 160
     return description

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 from ranks import DEVICE, run_ranks
 
 STEPS = 3
@@ -238,7 +238,9 @@ class Twins:
 
 
 def build(groups: list[dict[str, Any]], **options) -> torch.optim.Optimizer:
-    return optimizer.Muon(groups, **{"lr": 0.02, "expert_keys": ["experts"], **options})
+    return optimizer.Muon(
+        groups, **as_arguments({"lr": 0.02, "expert_keys": ["experts"], **options})
+    )
 
 
 def part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:

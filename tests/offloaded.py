@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from comparisons import assert_equal
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 from layouts import params_of
 
 Muon = optimizer.Muon
@@ -136,7 +136,9 @@ class Pair:
         groups, own = TRAININGS[training]
         both = {"lr": 0.01, **EXACT, **own, **options}
         self.training = training
-        self.ours, self.twin = (Muon(groups(), **copy.deepcopy(both)) for _ in range(2))
+        self.ours, self.twin = (
+            Muon(groups(), **as_arguments(copy.deepcopy(both))) for _ in range(2)
+        )
         self.steps = 0
 
     @property
@@ -201,5 +203,5 @@ def models(**options: Any) -> tuple[tuple[Model, Any], tuple[Model, Any]]:
     pairs = []
     for each in (model, copy.deepcopy(model)):
         groups = optimizer.muon.get_default_muon_param_groups(each)
-        pairs.append((each, Muon(groups, **{"lr": 0.01, **EXACT, **options})))
+        pairs.append((each, Muon(groups, **as_arguments({"lr": 0.01, **EXACT, **options}))))
     return pairs[0], pairs[1]

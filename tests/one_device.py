@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
@@ -73,7 +73,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def build(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> tuple[Model, Any]:
     torch.manual_seed(seed)
     model = Model(dtype)
-    return model, optimizer.Muon(groups_of(model), **{"lr": 0.01, **options})
+    return model, optimizer.Muon(groups_of(model), **as_arguments({"lr": 0.01, **options}))
 
 
 def train(model: nn.Module, optim: Any, steps: int, seed: int = 0, schedule: Any = None) -> None:

@@ -42,9 +42,11 @@ def test_every_further_option_is_keyword_only():
     parameters = inspect.signature(optimizer.Muon).parameters.values()
     options = inspect.getmodule(optimizer.Muon).options.GROUP_OPTIONS
     keywords = {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
-    for_all_groups = {"comm_dtype", "consistency_check", "hsdp", "staging_bytes"}
-    for_all_groups |= {"triton", "process_group", "grad_reduce"}
-    assert keywords == options.keys() - POSITIONAL.keys() | for_all_groups
+    for_all_groups = {"exact", "comm_dtype", "consistency_check", "hsdp", "staging_bytes"}
+    for_all_groups |= {"triton", "process_group", "grad_reduce", "ns_options"}
+    rare = {f"ns_{key}" for key in inspect.getmodule(optimizer.Muon).options.NS_OPTIONS}
+    assert keywords == options.keys() - POSITIONAL.keys() - rare | for_all_groups
+    assert len(keywords) <= 24
 
 
 class Experts(nn.Module):

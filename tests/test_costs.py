@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from counters import RefusesToRead, calls_by_file, count, transient_bytes
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 from ranks import run_ranks
 
 
@@ -307,7 +307,7 @@ def step_without_reading(options):
     ]
     if "use_distributed_muon" not in options:  # the reference clips nothing
         options["clip_config"] = {"head_dim": 5, "threshold": 1.0}
-    optim = optimizer.Muon(groups, **options)
+    optim = optimizer.Muon(groups, **as_arguments(options))
     optim.state_dict()  # creates state, on meshes that are looked up on the CPU
     logits = {0: torch.tensor([2.0, torch.nan]), 1: torch.ones(8)}
     with RefusesToRead(options.get("lr")):

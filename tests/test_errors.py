@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from comparisons import assert_equal
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 from layouts import params_of, set_gradients
 from ranks import run_ranks
 from wrong_input import (
@@ -342,7 +342,7 @@ def option_error(group: int, key: str) -> list[str]:
 
 @bad_values
 def test_a_bad_argument_is_refused(key, value):
-    assert_raises(lambda: Muon(good_groups(), **{key: value}), *option_error(0, key))
+    assert_raises(lambda: Muon(good_groups(), **as_arguments({key: value})), *option_error(0, key))
 
 
 @a_bad_value_of_each

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn.utils import clip_grad_norm_
 
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 from layouts import EXACT, params_of, part, part_for, whole
 from ranks import run_ranks
 
@@ -49,7 +49,7 @@ def movement(optim: torch.optim.Optimizer, factor: float, seed: int = 1) -> list
 
 
 def muon(params: list[nn.Parameter], **options) -> torch.optim.Optimizer:
-    return optimizer.Muon([{"params": params, "use_muon": True}], lr=0.05, **options)
+    return optimizer.Muon([{"params": params, "use_muon": True}], lr=0.05, **as_arguments(options))
 
 
 def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor], what: object) -> None:

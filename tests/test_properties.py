@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from comparisons import through_torch_save
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 from layouts import EXACT, MEMORY, STEPS, Twins, build, params_of, set_gradients
 from rank_pool import RankPool
 from strategies import (
@@ -123,7 +123,7 @@ def train(groups: list[dict[str, Any]], gradients: Any, **options: Any) -> Any:
     """Steps with ``gradients(step)``, one for each parameter in order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of schedules that end early
-        optim = Muon(groups, **{**EXACT, **options})
+        optim = Muon(groups, **as_arguments({**EXACT, **options}))
     params = params_of(optim)
     for step in range(STEPS):
         for p, grad in zip(params, gradients(step), strict=True):
@@ -458,7 +458,7 @@ def test_garbage_as_an_option_of_a_group_is_refused_or_used(key, value, is_set_l
 def test_garbage_as_an_argument_is_refused_or_used(key, value):
     try:
         with quietly():
-            optim = Muon(good_groups(), **{key: value})
+            optim = Muon(good_groups(), **as_arguments({key: value}))
     except ValueError as error:
         assert str(error)
     else:

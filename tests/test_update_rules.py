@@ -12,7 +12,7 @@ from torch import nn
 
 import reference as ref
 from comparisons import assert_equal, relative_error, relative_error_of_known
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 from layouts import randn
 
 SHAPES = [(24, 24), (40, 16), (16, 40)]
@@ -57,7 +57,7 @@ class Run:
             told = {**options, **(as_reference or {})}
         if names is not None:
             groups[0]["names"] = names
-        self.optimizer = optimizer.Muon(groups, **constructor)
+        self.optimizer = optimizer.Muon(groups, **as_arguments(constructor))
         self.reference = ref.ReferenceMuon(self.params, told)
         self.steps = 0
 
@@ -115,7 +115,7 @@ def weights_after(options, shapes=SHAPES, steps=3, dtype=torch.float32, names=No
     group = {"params": params, "use_muon": True, **({"names": names} if names else {})}
     for key in ("ns_dtype", "comm_dtype"):  # exact mode
         constructor.setdefault(key, torch.promote_types(dtype, torch.float32))
-    optim = optimizer.Muon([group], **{**constructor, **options})
+    optim = optimizer.Muon([group], **as_arguments({**constructor, **options}))
     for t in range(1, steps + 1):
         for i, p in enumerate(params):
             p.grad = randn(*p.shape, seed=1000 * t + i, dtype=dtype)
@@ -410,7 +410,9 @@ def test_absent_gradients_are_skipped_or_count_as_zeros(missing_grad, options):
 
 def values_of_gradients(options, use_muon=True, **constructor):
     params = [nn.Parameter(randn(12, 8, seed=i)) for i in range(3)]
-    optim = optimizer.Muon([{"params": params, "use_muon": use_muon}], **options, **constructor)
+    optim = optimizer.Muon(
+        [{"params": params, "use_muon": use_muon}], **as_arguments({**options, **constructor})
+    )
     grads = [randn(12, 8, seed=10 + i) for i in range(3)]
     for _ in range(2):
         for p, G in zip(params, grads):
@@ -580,7 +582,7 @@ def test_empty_groups_and_empty_matrices_hold_nothing_back(options):
         {"params": [*empty, filled], "use_muon": True},
         {"params": [vector, nn.Parameter(torch.zeros(0))], "use_muon": False},
     ]
-    optim = optimizer.Muon(groups, **options)
+    optim = optimizer.Muon(groups, **as_arguments(options))
     before = filled.detach().clone(), vector.detach().clone()
     for _ in range(2):
         for p in (*empty, filled, vector, groups[3]["params"][1]):
@@ -689,7 +691,7 @@ def adamw_beside_torchs(groups, **constructor):
     ]
     defaults = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     return (
-        optimizer.Muon(ours, **constructor),
+        optimizer.Muon(ours, **as_arguments(constructor)),
         torch.optim.AdamW(copies, **defaults, **constructor),
     )
 

@@ -423,7 +423,7 @@ def init_state(
 ) -> None:
     """What a step makes first, of one AdamW parameter, with the replicas that divide it."""
     adamw.init_step(param, own, group)
-    wide = SimpleNamespace(process_group=divided, divided=divided)
+    wide = SimpleNamespace(replicas=divided, zero2_replicas=divided)
     for key, spec in specs.specs_of(param, None, group, wide).items():
         own[key] = specs.zeros(spec, param)
 

@@ -21,13 +21,18 @@ from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
 from .parameters.aliases import refuses_unknown_arguments
-from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
 from .parameters.names import counted, find_name, state_dict_key
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
 from .qk_clip.clip import QKClip
 from .qk_clip.config import read_config
 from .qk_clip.layers import Logits
+from .rules.assignment import AUTO, groups_for
+from .rules.default_groups import (
+    ExpertKeys,
+    default_is_muon,
+    get_default_muon_param_groups,
+)
 from .state import checkpoints, integrity
 from .state.rounding import Rounding
 from .state.specs import check_state
@@ -174,6 +179,58 @@ class Muon(torch.optim.Optimizer):
         self._check_reference(groups)
         self._registration = agreement.Registration(self._sets)
         validation.warn_about_unmatched_split(split, groups)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: torch.nn.Module,
+        lr: Any,
+        adamw_lr: Any = None,
+        weight_decay: float = 0.1,
+        *,
+        expert_keys: ExpertKeys = AUTO,
+        split: Any = AUTO,
+        convolutions: bool = False,
+        is_muon_func: Callable[..., bool] = default_is_muon,
+        adamw_keys: ExpertKeys = None,
+        decay_vectors: bool = True,
+        **options: Any,
+    ) -> Muon:
+        """Makes the groups of a model, and the optimizer: Muon for matrices, AdamW for the rest.
+
+        Stacked experts and tensors that hold several matrices, such as fused projections, are found
+        by the model's modules and names. What can't be told is left to AdamW, with one warning.
+        ``print(optimizer.describe(model, …))`` takes the same arguments, and shows the decisions.
+
+        Args:
+            model: the model, after ``fully_shard`` or whatever else replaces its parameters.
+            lr: learning rate of the matrices.
+            adamw_lr: of all else; None takes ``lr``.
+            weight_decay: decoupled, of both.
+            expert_keys: components of names that hold stacked experts; "auto" finds them.
+            split: how tensors are split into matrices; "auto" finds it, a mapping from name
+                patterns is added to what is found, and None leaves every tensor whole.
+            convolutions: True gives Muon convolutions, too, read as (first dimension, the rest).
+            is_muon_func, adamw_keys, decay_vectors: see `get_default_muon_param_groups`.
+            options: further arguments of `Muon`, such as ``process_group``.
+
+        Raises:
+            ValueError: no model; one that FSDP1 has flattened; whatever `Muon` raises.
+
+        Example:
+            >>> optim = Muon.for_model(model, lr=2e-3, adamw_lr=4e-3, weight_decay=0.1)
+        """
+        groups, split = groups_for(
+            model,
+            is_muon_func,
+            expert_keys,
+            adamw_keys,
+            convolutions,
+            split,
+            adamw_lr,
+            decay_vectors,
+        )
+        return cls(groups, lr=lr, weight_decay=weight_decay, split=split, **options)
 
     def _forget_plans(self) -> None:
         self._survey: Survey = NO_SURVEY  # of the groups as they were when it was made

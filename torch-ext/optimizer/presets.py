@@ -425,6 +425,12 @@ class MuonAdamW(Muon):
                 )
         super().__init__(param_groups, **fixed, **options)
 
+    @classmethod
+    def for_model(cls, *_: Any, **__: Any) -> MuonAdamW:
+        raise TypeError(
+            f"{cls.__name__} takes nanochat's groups: recipes.nanochat(model) makes them"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         where, kind = f"param_groups[{len(self.param_groups)}]", param_group.get("kind")
         _check_choice(f"{where}: kind", kind, ("muon", "adamw"))

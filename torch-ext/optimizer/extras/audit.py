@@ -27,9 +27,9 @@ from ..distributed import dtensors, process_groups
 from ..distributed.chunks import Batch
 from ..distributed.collectives import gather_over_ranks, has_backend
 from ..distributed.plan import Entry, Plan
-from ..parameters.default_groups import default_is_muon
 from ..parameters.names import has_component
 from ..parameters.options import Group
+from ..rules.default_groups import default_is_muon
 from ..step.binding import Pieces
 from ..step.step import Step
 from ..weight_rounding import RoundedBy, widen

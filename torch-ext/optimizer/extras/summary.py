@@ -18,8 +18,8 @@ from ..distributed.chunks import MOMENT_BYTES
 from ..distributed.plan import Entry, Lane, Plan, Unit
 from ..distributed.replicas import is_divided
 from ..parameters.options import Group, Settings
-from ..parameters.output_heads import LARGE, POSITIONS
 from ..parameters.survey import Survey
+from ..rules.heads import LARGE, POSITIONS
 
 COLUMNS = ("parameter", "shape", "owner", "FLOPs", "moved by all")
 NUMBERS = COLUMNS[3:]  # aligned to the right

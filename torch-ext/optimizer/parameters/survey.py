@@ -22,7 +22,7 @@ from ..distributed.wire import wire_of
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import recipe_for
 from . import validation
-from .modules import Holder, holder_of
+from .holders import Holder, holder_of
 from .names import has_component, matches
 from .options import EXACT_DTYPES, STRUCTURE, Group, Settings, is_exact
 

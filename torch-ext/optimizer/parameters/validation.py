@@ -22,7 +22,7 @@ from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options
 from .aliases import suggestion
-from .modules import Holder, replacement_of
+from .holders import Holder, replacement_of
 from .names import counted, did_you_mean, matches
 from .options import Group, Settings
 

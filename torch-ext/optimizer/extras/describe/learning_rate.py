@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
 from ...core import update_scale
-from ...parameters.default_groups import Decision
 from ...parameters.names import counted
-from .fused import is_stored_transposed
+from ...rules.fused import is_stored_transposed
+from ...rules.modules import Decision
 from .remedy import LR, Remedy, Trap, number
 from .subject import Subject, names_of
 
@@ -26,7 +26,9 @@ def find_transposed(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     scale = subject.options.get("adjust_lr")
     if scale not in ("original", "spectral"):
         return
-    transposed = [d for d in advice.muons(subject) if is_stored_transposed(d, subject)]
+    transposed = [
+        d for d in advice.muons(subject) if is_stored_transposed(subject.info(d), d.param)
+    ]
     if transposed:
         options: dict[str, Any] = {"adjust_lr": "match_rms_adamw"}
         if not _fits(_relative_update(subject, advice, "match_rms_adamw"), "match_rms_adamw"):

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import keyword
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...distributed import dtensors
-from ...parameters.default_groups import (
-    DIMENSIONS,
-    Decision,
-    decide,
-    default_is_muon,
-    groups_of,
-    takes_expert_keys,
-)
-from ...parameters.modules import remember_owners
-from ...parameters.names import has_component, matches
+from ...parameters.names import has_component
+from ...rules.assignment import AUTO
+from ...rules.default_groups import DIMENSIONS, default_is_muon, takes_expert_keys
+from ...rules.modules import Decision
 from .subject import Subject
-from .table import collect_by, glob
 
 WIDTH = 88
 LR = {"match_rms_adamw": 1e-3, "original": 0.02, "spectral": 0.01, "none": 0.02}
@@ -36,13 +28,10 @@ class Remedy:
     """Changes of what the caller wrote, for one trap, or for several in order: the advice.
 
     Args:
-        options: arguments of ``Muon`` and ``expert_keys``, in place of the caller's; None takes
-            the default.
+        options: arguments of `Muon.for_model`, in place of the caller's; None takes the default.
         leave: names of parameters that are AdamW's after all.
         take: names of convolutions that are Muon's.
         only_matrices: leaves vectors to AdamW, which ``is_muon_func`` takes.
-        split: row counts by name, beside the ``split`` of the options.
-        matrices: names of all that is Muon's, which patterns of ``split`` have to tell apart.
         header: comments above the script.
         comments: comments above the optimizer.
         wording: the text beside the trap, where it is more than the options: ``{}`` stands for
@@ -53,8 +42,6 @@ class Remedy:
     leave: tuple[str, ...] = ()
     take: tuple[str, ...] = ()
     only_matrices: bool = False
-    split: Mapping[str, Any] = field(default_factory=dict)
-    matrices: tuple[str, ...] = ()
     header: tuple[str, ...] = ()
     comments: tuple[str, ...] = ()
     wording: str = ""
@@ -66,8 +53,6 @@ class Remedy:
             leave=self.leave + other.leave,
             take=self.take + other.take,
             only_matrices=self.only_matrices or other.only_matrices,
-            split={**self.split, **other.split},
-            matrices=other.matrices or self.matrices,
             header=self.header + other.header,
             comments=self.comments + other.comments,
         )
@@ -126,80 +111,46 @@ def _beside(remedy: Remedy) -> str:
     if remedy.leave:
         conditions = [f"name != {literal(name)}" for name in remedy.leave[:2]]
         return "is_muon_func: " + " and ".join(conditions + ["…"] * (len(remedy.leave) > 2))
-    options = dict(remedy.options)
-    if remedy.split:
-        options["split"] = _split_patterns(remedy)
-    arguments = ", ".join(_argument(key, value) for key, value in options.items())
+    arguments = ", ".join(_argument(key, value) for key, value in remedy.options.items())
     if not (arguments and remedy.wording):
         return arguments or remedy.wording
     return remedy.wording.replace("{}", arguments)
 
 
-# Arguments of `get_default_muon_param_groups` beside the model and ``is_muon_func``.
-GROUP_ARGUMENTS = {
-    **dict.fromkeys(("expert_keys", "adamw_keys", "adamw_lr")),
+# Arguments of `Muon.for_model` beside those of `Muon`, and their defaults.
+FOR_MODEL = {
+    **{"expert_keys": AUTO, "split": AUTO, "adamw_keys": None, "adamw_lr": None},
     **{"decay_vectors": True, "convolutions": False},
 }
 
 
 def script(subject: Subject, advice: Remedy) -> str:
     """Code that runs where ``model`` and ``optimizer`` are at hand."""
-    lines = list(advice.header)
-    arguments = ["model"]
+    lines, arguments = list(advice.header), ["model"]
+    options = advised_options(subject, advice)
+    lines += [*_is_muon(subject, advice), ""] if advice.needs_a_rule else []
+    arguments += _arguments({"lr": options.pop("lr")})
     if advice.needs_a_rule:
-        lines += [*_is_muon(subject, advice), ""]
         arguments.append("is_muon_func=is_muon")
     elif subject.is_muon_func is not default_is_muon:
         arguments.append(f"is_muon_func={_name_of(subject.is_muon_func)}")
-    chosen = _group_arguments(subject, advice)
-    defaults = GROUP_ARGUMENTS.items()
-    arguments += _arguments({key: chosen[key] for key, value in defaults if chosen[key] != value})
-    lines += _call("groups", "optimizer.get_default_muon_param_groups", arguments)
     lines += advice.comments
-    options = _arguments(advised_options(subject, advice))
-    lines += _call("optim", "optimizer.Muon", ["groups", *options])
+    lines += _call("optim", "optimizer.Muon.for_model", [*arguments, *_arguments(options)])
     if any("torch." in line for line in lines):
         lines = ["import torch", "", *lines]
     return "\n".join(lines)
 
 
 def advised_options(subject: Subject, advice: Remedy) -> dict[str, Any]:
-    """Keyword arguments of ``Muon``."""
+    """Keyword arguments of `Muon.for_model`, beside the model and ``is_muon_func``."""
     options = advice.applied_to(subject.options)
-    options = {key: value for key, value in options.items() if key not in GROUP_ARGUMENTS}
-    if advice.split:
-        options["split"] = {**(options.get("split") or {}), **_split_patterns(advice)}
-    return {"lr": LR[options.get("adjust_lr", "match_rms_adamw")], **options}
-
-
-def advised_groups(subject: Subject, advice: Remedy) -> list[dict[str, Any]]:
-    """The parameter groups that the script makes."""
-    arguments = _group_arguments(subject, advice)
-    adamw_keys = arguments.pop("adamw_keys")
-    if advice.needs_a_rule:
-        muons = {decision.name for decision in advice.muons(subject)}
-        decisions = [
-            replace(decision, algorithm="Muon" if decision.name in muons else "AdamW")
-            for decision in subject.trainable
-        ]
-    else:  # anew: expert_keys may change what the default rule takes for a head
-        keys = arguments["expert_keys"], adamw_keys, arguments["convolutions"]
-        decisions = decide(subject.model, subject.is_muon_func, *keys)
-    remember_owners(subject.model)
-    return groups_of(decisions, **arguments)
-
-
-def _group_arguments(subject: Subject, advice: Remedy) -> dict[str, Any]:
-    options = {**GROUP_ARGUMENTS, **advice.applied_to(subject.options)}
-    arguments = {key: options[key] for key in GROUP_ARGUMENTS}
-    for key in ("expert_keys", "adamw_keys"):
-        arguments[key] = list(arguments[key] or ()) or None
-    lr = advised_options(subject, advice)["lr"]
+    options = {k: v for k, v in options.items() if k not in FOR_MODEL or v != FOR_MODEL[k]}
     scale = options.get("adjust_lr", "match_rms_adamw")
-    is_muons = isinstance(lr, (int, float)) and lr > 5e-3 and scale != "match_rms_adamw"
-    if arguments["adamw_lr"] is None and is_muons:
-        arguments["adamw_lr"] = ADAMW_LR
-    return arguments
+    options = {"lr": LR[scale], **options}
+    has_muons_rate = isinstance(options["lr"], (int, float)) and options["lr"] > 5e-3
+    if "adamw_lr" not in options and has_muons_rate and scale != "match_rms_adamw":
+        options["adamw_lr"] = ADAMW_LR
+    return options
 
 
 def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
@@ -221,34 +172,6 @@ def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
         lines += [*(f"    {line}" for line in test.splitlines()), "        return True"]
     keys = ", expert_keys" if takes_expert_keys(function) else ""
     return [*lines, f"    return {_name_of(function, 'is_muon')}(name, param{keys})"]
-
-
-def _split_patterns(remedy: Remedy) -> dict[str, Any]:
-    """The remedy's row counts by patterns, which match no other matrix of Muon's."""
-    by_pattern: dict[str, Any] = {}
-    for names in collect_by(remedy.split, lambda name: repr(remedy.split[name])).values():
-        others = list(set(remedy.matrices) - set(names))
-        by_pattern.update(dict.fromkeys(_patterns(names, others), remedy.split[names[0]]))
-    return by_pattern
-
-
-def _patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
-    """A few patterns that match all of the names and none of the others; else the names."""
-    common = [
-        component
-        for component in reversed(names[0].split("."))
-        if not component.isdigit()
-        and component not in ("weight", "attn", "attention", "mlp")
-        and all(component in name.split(".") for name in names)
-    ]
-    letters = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*names))
-    prefix = [f"{''.join(column[0] for column in letters)}*"] if names[1:] else []
-    for patterns in (*([component] for component in common), glob(names), prefix):
-        match_all = all(any(matches(name, p) for p in patterns) for name in names)
-        match_others = any(matches(name, p) for p in patterns for name in others)
-        if match_all and not match_others and len(patterns) <= (len(names) + 1) // 2:
-            return patterns
-    return list(names)
 
 
 def _name_of(function: Any, taken: str = "") -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Union
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from ...distributed import dtensors
 from ...muon import Muon
 from ...parameters.aliases import refusal
-from ...parameters.default_groups import as_keys, decide, default_is_muon
-from ...parameters.modules import infos_of
 from ...parameters.names import WRAPPERS
 from ...parameters.options import ARGUMENTS, GROUP_OPTIONS
+from ...rules.assignment import AUTO, assign
+from ...rules.default_groups import ExpertKeys, as_keys, default_is_muon
 from . import table
 from .learning_rate import rates_to_try
-from .remedy import Remedy, Trap, advised_groups, advised_options, script
+from .remedy import Trap, script
 from .subject import Subject
 from .traps import find_notes, find_warnings
 
@@ -48,16 +48,6 @@ class Description:
     code: str
     model: str
     rates: str
-    _subject: Subject = field(repr=False, compare=False)
-    _advice: Remedy = field(repr=False, compare=False)
-
-    def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups that `code` makes, without copying it."""
-        return advised_groups(self._subject, self._advice)
-
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments that `code` gives to `Muon` beside the groups."""
-        return advised_options(self._subject, self._advice)
 
     @property
     def totals(self) -> dict[str, dict[str, Any]]:
@@ -115,22 +105,23 @@ def lines_of(trap: Trap, prefix: str) -> list[str]:
 def describe(
     model: nn.Module,
     is_muon_func: Callable[..., bool] = default_is_muon,
-    expert_keys: Union[str, Sequence[str], None] = None,
-    adamw_keys: Union[str, Sequence[str], None] = None,
+    expert_keys: ExpertKeys = AUTO,
+    adamw_keys: ExpertKeys = None,
     adamw_lr: Any = None,
     decay_vectors: bool = True,
     convolutions: bool = False,
+    split: Any = AUTO,
     **options: Any,
 ) -> Description:
     """Which parameters of a model go where and why, which traps there are, and the code to write.
 
     Changes nothing, reads no weight and no device: models on meta, sharded (DTensors) and wrapped
     ones (DDP, torch.compile, checkpointing) are described as well, with or without a process group.
-    Groups are decided by the code of `get_default_muon_param_groups`.
+    The decisions are those of `Muon.for_model`, which takes the same arguments.
 
-    It tells of tied weights; heads and embeddings that names don't reveal; projections fused in one
-    tensor (``split``); stacked experts (``expert_keys``) and ``convolutions`` left to AdamW; a
-    learning rate that does not fit ``adjust_lr``; weights stored (in, out); several ranks without
+    It tells of tied weights; heads and embeddings that names don't reveal; tensors left to AdamW
+    because nothing tells which matrices they hold; ``convolutions`` that are AdamW's; a learning
+    rate that does not fit ``adjust_lr``; weights stored (in, out); several ranks without
     ``process_group``; flat parameters of FSDP1; what Muon would refuse; and others.
 
     A learning rate is judged by how much of its own size a weight would move per step,
@@ -142,9 +133,9 @@ def describe(
 
     Args:
         model: the model, as it will be trained: sharded and wrapped already.
-        is_muon_func, expert_keys, adamw_keys, adamw_lr, decay_vectors, convolutions: as
-            `get_default_muon_param_groups` takes them.
-        options: as `Muon` takes them: ``lr``, ``adjust_lr``, ``split``, ``process_group``, …
+        is_muon_func, expert_keys, adamw_keys, adamw_lr, decay_vectors, convolutions, split: as
+            `Muon.for_model` takes them.
+        options: as `Muon` takes them: ``lr``, ``adjust_lr``, ``process_group``, …
 
     Raises:
         ValueError: no model, parameters without a shape yet, options that Muon would refuse.
@@ -152,19 +143,22 @@ def describe(
 
     Example:
         >>> print(optimizer.describe(model))
-        >>> advised = optimizer.describe(model)
-        >>> optim = optimizer.Muon(advised.groups(), **advised.options())
         >>> description = optimizer.describe(model, lr=0.02, adjust_lr="original")
         >>> [row["name"] for row in description.rows if row["algorithm"] == "Muon"]
         >>> assert not description.warnings
     """
-    _check(options)
-    keys = {"expert_keys": as_keys(expert_keys), "adamw_keys": as_keys(adamw_keys)}
-    decisions = decide(model, is_muon_func, **keys, convolutions=convolutions)
-    infos = infos_of(model)
-    group_arguments = {**keys, "adamw_lr": adamw_lr, "decay_vectors": decay_vectors}
-    group_arguments["convolutions"] = convolutions
-    subject = Subject(model, decisions, infos, is_muon_func, {**group_arguments, **options})
+    is_found = split == AUTO
+    _check({**options, **({} if is_found else {"split": split})})
+    assignment = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split)
+    given = {
+        "expert_keys": expert_keys if expert_keys == AUTO else as_keys(expert_keys),
+        "split": split,
+        "adamw_keys": as_keys(adamw_keys),
+        "adamw_lr": adamw_lr,
+        "decay_vectors": decay_vectors,
+        "convolutions": convolutions,
+    }
+    subject = Subject(assignment, is_muon_func, {**given, **options})
     traps, advice = find_warnings(subject)
     return Description(
         rows=[
@@ -177,15 +171,13 @@ def describe(
                 "algorithm": decision.algorithm,
                 "reason": decision.reason,
             }
-            for decision in decisions
+            for decision in assignment.decisions
         ],
         warnings=traps,
         notes=find_notes(subject, advice),
         code=script(subject, advice),
         model=type(_unwrapped(model)).__name__.removeprefix("FSDP"),  # fully_shard's
         rates=rates_to_try(subject, advice),
-        _subject=subject,
-        _advice=advice,
     )
 
 

@@ -10,29 +10,32 @@ from typing import Any, Optional
 from torch import nn
 
 from ...matrices import Matrices
-from ...parameters.default_groups import Decision
-from ...parameters.modules import ParamInfo, ParamInfos, look_up
 from ...parameters.survey import read_by_options
+from ...rules.assignment import Assignment
+from ...rules.modules import Decision, ParamInfo, look_up
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, which algorithm trains which of its parameters, and by which arguments.
+    """A model, what was decided about its parameters, and by which arguments.
 
     Args:
-        model: as the caller gave it.
-        decisions: for all parameters.
-        infos: of all parameters.
-        is_muon_func: what the decisions were made by.
-        options: what the caller gave of the arguments of `Muon` and
-            `get_default_muon_param_groups`.
+        assignment: the decisions.
+        is_muon_func: what they were made by.
+        options: what the caller gave of the other arguments of `Muon.for_model`.
     """
 
-    model: nn.Module
-    decisions: Sequence[Decision]
-    infos: ParamInfos
+    assignment: Assignment
     is_muon_func: Any
     options: Mapping[str, Any]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.assignment.model
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        return self.assignment.decisions
 
     def by_algorithm(self, algorithm: str) -> list[Decision]:
         return [decision for decision in self.decisions if decision.algorithm == algorithm]
@@ -42,10 +45,10 @@ class Subject:
         return [decision for decision in self.decisions if decision.algorithm != "frozen"]
 
     def info(self, decision: Decision) -> ParamInfo:
-        return self.infos[id(decision.param)][0]
+        return self.assignment.infos[id(decision.param)][0]
 
     def look_up(self, decision: Decision, keys: Sequence[str]) -> Optional[int]:
-        """See `parameters.modules.look_up`."""
+        """See `rules.modules.look_up`."""
         return look_up(self.model, self.info(decision), keys)
 
     def read(self, decision: Decision) -> Matrices:
@@ -54,8 +57,8 @@ class Subject:
         Raises:
             ValueError: it would not. Completes "<parameter> …".
         """
-        keys, split = self.options.get("expert_keys"), self.options.get("split")
         flatten = self.options.get("flatten") or self.options.get("convolutions", False)
+        keys, split = self.assignment.expert_keys, self.assignment.split
         return read_by_options(decision.param.shape, decision.key, keys, split, flatten)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 
 from ...distributed import dtensors, process_groups
-from ...parameters.default_groups import BY_NAME, default_is_muon, unmatched_keys
-from ...parameters.modules import EXPERTS, class_names
 from ...parameters.names import counted, did_you_mean, matches
-from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
-from . import convolutions, fused, learning_rate
+from ...rules.default_groups import BY_NAME, default_is_muon, unmatched_keys
+from ...rules.fused import fused_in, split_patterns
+from ...rules.heads import unnamed_heads
+from ...rules.modules import EXPERTS, class_names, component_of
+from . import convolutions, learning_rate
 from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
 from .table import collect_by, fold, text
@@ -22,7 +24,7 @@ from .table import collect_by, fold, text
 # A pure function of the model and the advice so far; yields traps, each with the remedy it adds.
 Finder = Callable[[Subject, Remedy], Iterator[Trap]]
 
-_EXPLAINS_NONE = ("flat", "convolutions", "experts", "dimensions")
+_EXPLAINS_NONE = ("flat", "convolutions", "experts", "stack", "fused")
 
 
 def find_warnings(subject: Subject) -> tuple[list[Trap], Remedy]:
@@ -34,7 +36,8 @@ def find_warnings(subject: Subject) -> tuple[list[Trap], Remedy]:
         _refused,
         convolutions.find,
         _heads,
-        fused.find,
+        _undecided,
+        _whole,
         learning_rate.find_transposed,
         learning_rate.find,
     )
@@ -69,7 +72,7 @@ def _nothing(subject: Subject) -> Trap:
         what = "every parameter is frozen"
     elif any(default_is_muon(decision.name, decision.param) for decision in subject.trainable):
         why = "AdamW trains all of them, by their groups"
-        remedy = Remedy(wording="get_default_muon_param_groups(model)")
+        remedy = Remedy(wording="Muon.for_model(model, …)")
     else:
         why = "AdamW trains all of them: there are no matrices but embeddings and output heads"
     return Trap("nothing", what, (), why, remedy)
@@ -124,13 +127,13 @@ def _replicas(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             f"{averages} A model that is to be sharded",
             "# (fully_shard) or wrapped in DDP has to be so before the groups are made.",
         )
-    remedy = Remedy(options, header=header, wording="Muon(groups, {})")
+    remedy = Remedy(options, header=header, wording="")
     yield Trap("replicas", what, names_of(muons), why, remedy)
 
 
 def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Keys and patterns that are about no parameter."""
-    expert_keys = subject.options.get("expert_keys")
+    expert_keys = subject.assignment.expert_keys
     unmatched = unmatched_keys(subject.decisions, expert_keys)
     if unmatched:
         rest = [key for key in expert_keys or () if key not in unmatched]
@@ -142,7 +145,7 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             + did_you_mean(unmatched, names_of(subject.decisions)),
             Remedy({"expert_keys": rest or None}, wording=f"leave out {literal(unmatched)}"),
         )
-    split = subject.options.get("split")
+    split = subject.assignment.split
     names = [decision.key for decision in subject.by_algorithm("Muon")]
     patterns = split if isinstance(split, Mapping) else {}
     unmatched = [p for p in patterns if not any(matches(name, p) for name in names)]
@@ -178,7 +181,7 @@ def _refused(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         elif cause == "flatten":
             remedy = Remedy({"flatten": True}, wording="{}, or expert_keys=[…]")
         else:
-            split = advice.applied_to(subject.options).get("split")
+            split = subject.assignment.split
             patterns = split if isinstance(split, Mapping) else {}
             kept = [p for p in patterns if not any(matches(d.key, p) for d in decisions)]
             remedy = Remedy({"split": {p: patterns[p] for p in kept} or None}, wording="split=…")
@@ -191,7 +194,8 @@ def _refused(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Matrices of Muon's with a vocabulary for a side, and a last layer of few outputs."""
     muons = advice.muons(subject)
-    reasons = unnamed_heads(subject.model, subject.infos, subject.decisions, muons)
+    infos = subject.assignment.infos
+    reasons = unnamed_heads(subject.model, infos, subject.decisions, muons)
     for reason, names in collect_by(reasons, lambda name: reasons[name]).items():
         yield Trap(
             "head",
@@ -202,25 +206,80 @@ def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         )
 
 
+_HINTS = {
+    "fused": "how its rows lie is in the model's config, or its forward(), and how to write it in "
+    "docs/options.md, Split by axes. As one matrix the parts would share singular values and scale",
+    "stack": "where leading dimensions count matrices, expert_keys says so; where a matrix was "
+    "given more dimensions, is_muon_func and flatten=True read it as (first, the rest)",
+}
+
+
+def _undecided(subject: Subject, advice: Remedy) -> Iterator[Trap]:
+    """Parameters that AdamW has because nothing tells how Muon should read them."""
+    undecided = [each for each in subject.assignment.undecided if each.kind in _HINTS]
+    for (kind, what), alike in collect_by(undecided, lambda each: (each.kind, each.what)).items():
+        names = tuple(each.name for each in alike)
+        yield Trap(
+            kind,
+            f"{counted(names, 'weight')} left to AdamW: {what}",
+            names,
+            _HINTS[kind],
+            Remedy(
+                comments=(f"# {alike[0].write} tells what {names[0]} holds.",),
+                wording=alike[0].write,
+            ),
+        )
+
+
+def _whole(subject: Subject, advice: Remedy) -> Iterator[Trap]:
+    """Weights that hold several matrices, which the caller's ``split`` keeps whole."""
+    split, muons = subject.assignment.split, advice.muons(subject)
+    given = {} if split is None else split
+    if not isinstance(given, Mapping):
+        return
+    fused = {
+        decision.name: found
+        for decision in muons
+        if not any(matches(decision.key, pattern) for pattern in given)
+        and (found := fused_in(subject.model, subject.info(decision), decision.param)) is not None
+    }
+    for (holds, _), names in collect_by(
+        fused, lambda name: (fused[name].holds, repr(fused[name].split))
+    ).items():
+        first = fused[names[0]]
+        if first.split is None:
+            write = f'split={{"{component_of(names[0])}": {first.hint}}}'
+            remedy = Remedy(comments=(f"# {write} tells the {holds} of {names[0]} apart.",))
+            remedy = dataclasses.replace(remedy, wording=write)
+        else:
+            patterns = split_patterns(dict.fromkeys(names, first.split), names_of(muons))
+            remedy = Remedy({"split": {**given, **patterns}})
+            given = remedy.options["split"]
+        yield Trap(
+            "fused",
+            f"{counted(names, 'weight')} {'hold' if names[1:] else 'holds'} {holds} in one tensor",
+            tuple(names),
+            "as one matrix they share singular values and scale; split updates each by itself",
+            remedy,
+        )
+
+
 def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """A last matrix that may be an output head, and heads by name that may be hidden layers."""
-    last, muons = last_matrix(subject.model), advice.muons(subject)
-    may_be = [d for d in muons if may_be_a_head(d, subject.decisions, subject.infos)]
-    outputs = {d.param.shape[0] for d in may_be if d.param is last}
-    for decision in may_be:  # the last one, those of other towers that give as many, feat_out, …
-        is_out = "out" in _component(decision.name).split("_")
-        if is_out or decision.param.shape[0] in outputs:
+    """What may be an output head, and heads by name that may be hidden layers."""
+    shapes = {d.name: tuple(d.param.shape) for d in subject.decisions}
+    for each in subject.assignment.undecided:
+        if each.kind == "head":
             yield Trap(
                 "unsure",
-                f"{decision.name} {tuple(decision.param.shape)} may be an output head",
-                (decision.name,),
-                "nothing takes its outputs, and it is Muon's. If they are predictions, AdamW "
-                f"trains it better: adamw_keys=[{literal(_component(decision.name))}]",
+                f"{each.name} {shapes[each.name]} may be an output head",
+                (each.name,),
+                "nothing takes its outputs, so it is left to AdamW, which trains predictions "
+                "better. If it is a hidden layer, Muon trains it better: is_muon_func says so",
             )
     for decision in subject.by_algorithm("AdamW"):
         shape, layer = tuple(decision.param.shape), subject.info(decision).layer
         is_named = decision.reason.startswith(BY_NAME) and isinstance(layer, nn.Linear)
-        is_head = {"head", "output", "classifier"} & set(_component(decision.name).split("_"))
+        is_head = {"head", "output", "classifier"} & set(component_of(decision.name).split("_"))
         if is_named and is_head and shape[0] == shape[-1]:
             yield Trap(
                 "unsure",
@@ -233,7 +292,7 @@ def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 def _routers(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Matrices that choose experts."""
-    routers = [d for d in advice.muons(subject) if _component(d.name) in ROUTERS]
+    routers = [d for d in advice.muons(subject) if component_of(d.name) in ROUTERS]
     counts = {d.name: subject.look_up(d, EXPERTS) for d in routers}
     routers = [d for d in routers if counts[d.name] in d.param.shape]
     if routers:
@@ -242,7 +301,7 @@ def _routers(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             f"Muon trains {counted(routers, 'router')}",
             names_of(routers),
             "as Moonlight's code does, which gives it every matrix but embeddings and heads; "
-            f"adamw_keys=[{literal(_component(routers[0].name))}] leaves them to AdamW",
+            f"adamw_keys=[{literal(component_of(routers[0].name))}] leaves them to AdamW",
         )
 
 
@@ -250,16 +309,10 @@ def _routers(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 ROUTERS = ("router", "gate", "gate_proj", "router_proj", "classifier", "layer", "wg")
 
 
-def _component(name: str) -> str:
-    """The last component of a name that says something."""
-    named = [c for c in name.split(".") if not c.isdigit() and c != "weight"]
-    return named[-1] if named else name
-
-
 def _shared(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Parameters of several names."""
     for decision in subject.decisions:
-        infos = subject.infos[id(decision.param)]
+        infos = subject.assignment.infos[id(decision.param)]
         if len(infos) == 1:
             continue
         first, *others = names = tuple(info.name for info in infos)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ...parameters.default_groups import get_default_muon_param_groups
+from ...rules.default_groups import get_default_muon_param_groups
 from ...parameters.names import has_component, normalize_name, state_dict_key
 from . import published
 from .published import KIMI_K2, MOONLIGHT, NANOCHAT

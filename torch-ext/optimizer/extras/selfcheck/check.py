@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ...muon import Muon
 from ...parameters.names import counted
 from ..describe.remedy import Remedy, Trap
-from ..describe.report import describe, lines_of
+from ..describe.report import lines_of
 from .comparison import Run
 from .ranks import Alone, gather_json, run_on_ranks
 from .structure import find_frozen, find_misread, find_strangers
@@ -214,8 +214,7 @@ def _sharded(returned: Any) -> tuple[nn.Module, Muon, tuple[int, int]]:
     parts: list[Any] = list(returned) if isinstance(returned, tuple) else [returned]
     model, optim, ranks = [*parts, None, None][:3]
     if optim is None and isinstance(model, nn.Module):
-        advised = describe(model)
-        optim = Muon(advised.groups(), **advised.options())
+        optim = Muon.for_model(model, lr=1e-3)
     if not isinstance(model, nn.Module) or not isinstance(optim, Muon):
         raise TypeError(
             "layout_fn returns a model, (model, Muon), or (model, Muon, mesh of the data), found "

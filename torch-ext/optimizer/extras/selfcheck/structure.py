@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from ...distributed import regions
 from ...matrices import Matrices
 from ...muon import Muon
-from ...parameters.default_groups import Decision, decide
-from ...parameters.modules import EXPERTS, expert_key, infos_of
 from ...parameters.names import counted, matches, normalize_name, normalize_names
-from ..describe.fused import fused_in, is_stored_transposed
+from ...rules.assignment import Assignment
+from ...rules.default_groups import decide
+from ...rules.fused import fused_in, is_stored_transposed, split_patterns
+from ...rules.modules import EXPERTS, Decision, expert_key, infos_of
 from ..describe.remedy import Remedy, Trap
 from ..describe.subject import Subject, names_of
 from ..describe.table import collect_by
 from ..describe.traps import find_warnings
 
 # Advice about what a caller may well mean: rates, and convolutions left to AdamW.
-_ADVICE = ("lr", "convolutions", "dimensions")
+_ADVICE = ("lr", "convolutions")
 _OF_RANKS = ("replicas", "flat")
 _READ = ("expert_keys", "split", "flatten", "adjust_lr")
 _ROUTERS = ("router", "gate", "wg")
@@ -115,7 +116,8 @@ def _subject(model: nn.Module, trained: Mapping[str, Any], options: Mapping[str,
         for d in decide(model)
         if d.name in trained
     ]
-    return Subject(model, decisions, infos_of(model), None, options)
+    read = options.get("expert_keys"), options.get("split")
+    return Subject(Assignment(model, infos_of(model), decisions, *read, []), None, options)
 
 
 # Of each fault of stacks: its kind, what it is, why it matters, and what to write.
@@ -162,7 +164,9 @@ def _fault(decision: Decision, subject: Subject) -> Optional[str]:
     if matrices.row_dim and count in shape and count not in shape[: matrices.row_dim]:
         return "order"
     is_upright = subject.options.get("adjust_lr") not in ("original", "spectral")
-    if is_upright or is_stored_transposed(decision, subject):  # which `describe` warns of
+    if is_upright or is_stored_transposed(
+        subject.info(decision), decision.param
+    ):  # which `describe` warns of
         return None
     word = decision.name.removesuffix(".weight").split(".")[-1]
     inner, outer = shape[-1:-3:-1] if word in _UP else shape[-2:]
@@ -194,25 +198,27 @@ def _splits(subject: Subject) -> Iterator[Trap]:
     """Splits of fused weights that cut elsewhere than between what they hold."""
     wrong = []
     for decision in subject.by_algorithm("Muon"):
-        split = subject.options.get("split")
-        fused = fused_in(decision, subject) if split is not None else None
+        if subject.assignment.split is None:
+            return
+        fused = fused_in(subject.model, subject.info(decision), decision.param)
         if fused is None or fused.split is None:
             continue
         actual = subject.read(decision)
-        right = {**subject.options, "split": {decision.name: fused.split}}
-        known = dataclasses.replace(subject, options=right).read(decision)
+        right = dataclasses.replace(subject.assignment, split={decision.name: fused.split})
+        known = dataclasses.replace(subject, assignment=right).read(decision)
         is_whole = len(actual.blocks) * actual.count(actual.blocks[0]) == 1  # `describe` says so
         if not is_whole and _mixes(actual, known):
             wrong.append((decision, fused))
     if wrong:
         (first, fused), *_ = wrong
         splits = {decision.name: fused.split for decision, fused in wrong}
+        patterns = split_patterns(splits, names_of(subject.by_algorithm("Muon")))
         yield Trap(
             "split",
             f"a wrong split: matrices of {first.name} have rows of several of {fused.holds}",
             tuple(splits),
             "each matrix is orthogonalized by itself: it has to lie within one of them",
-            Remedy(split=splits, matrices=names_of(subject.by_algorithm("Muon"))),
+            Remedy({"split": patterns}),
         )
 
 

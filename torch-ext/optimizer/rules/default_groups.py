@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import nn
 
-from .modules import ParamInfos, expert_key, infos_of, remember_owners, unsharded_ids
-from .names import did_you_mean, has_component, normalize_name, normalize_names, state_dict_key
-from .output_heads import hidden_layers, unnamed_heads
+from ..parameters.holders import remember_owners
+from ..parameters.names import (
+    did_you_mean,
+    has_component,
+    normalize_name,
+    normalize_names,
+    state_dict_key,
+)
+from ..parameters.validation import warn
+from .heads import hidden_layers, unnamed_heads
+from .modules import Decision, ParamInfos, expert_key, infos_of, unsharded_ids
+
+ExpertKeys = Union[str, Sequence[str], None]
 
 # What modules of embeddings and output heads are called in the model families of the Hub.
 EMBEDDINGS_AND_HEADS = frozenset(
@@ -129,25 +138,6 @@ def _owning_components(name: str) -> list[str]:
     return [c for c in components if not c.isdigit() and c not in _INNER_WRAPPERS] or [""]
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Which algorithm trains a parameter, and why.
-
-    Args:
-        name: FQN of the parameter, without the components that wrappers add.
-        key: FQN of the parameter in the model's ``state_dict()``.
-        param: the parameter.
-        algorithm: ``"Muon"``, ``"AdamW"`` or ``"frozen"``.
-        reason: why, in a few words.
-    """
-
-    name: str
-    key: str
-    param: torch.Tensor
-    algorithm: str
-    reason: str
-
-
 def decide(
     model: nn.Module,
     is_muon_func: Callable[..., bool] = default_is_muon,
@@ -205,17 +195,17 @@ def decide(
     if is_muon_func is default_is_muon:  # modules show heads, or that there are none
         named = [d for d in decisions if d.reason.startswith(BY_NAME)]
         hidden = hidden_layers(infos, named, decisions)
-        decisions = _changed(decisions, "Muon", dict.fromkeys(hidden, "matrix, no head"))
+        decisions = changed(decisions, "Muon", dict.fromkeys(hidden, "matrix, no head"))
         muons = [d for d in decisions if d.algorithm == "Muon"]
         heads = unnamed_heads(model, infos, decisions, muons)
-        decisions = _changed(decisions, "AdamW", heads)
+        decisions = changed(decisions, "AdamW", heads)
     if convolutions:
         kernels = [decision.name for decision in convolutions_of(model, infos, decisions)]
-        decisions = _changed(decisions, "Muon", dict.fromkeys(kernels, "convolution"))
+        decisions = changed(decisions, "Muon", dict.fromkeys(kernels, "convolution"))
     return decisions
 
 
-def _changed(
+def changed(
     decisions: Sequence[Decision], algorithm: str, reasons: Mapping[str, str]
 ) -> list[Decision]:
     """The decisions, with another algorithm for the parameters that have a reason, by name."""
@@ -254,7 +244,7 @@ def get_default_muon_param_groups(
     is_muon_func: Callable[..., bool] = default_is_muon,
     expert_keys: Optional[Sequence[str]] = None,
     *,
-    adamw_keys: Union[str, Sequence[str], None] = None,
+    adamw_keys: ExpertKeys = None,
     adamw_lr: Any = None,
     decay_vectors: bool = True,
     convolutions: bool = False,
@@ -288,46 +278,61 @@ def get_default_muon_param_groups(
     """
     expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
     decisions = decide(model, is_muon_func, expert_keys, adamw_keys, convolutions)
-    _check_not_flattened(model)
-    remember_owners(model)
-    names = [decision.name for decision in decisions]
-    for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
-        for key in unmatched_keys(decisions, keys):
-            instead = did_you_mean([key], names)
-            warnings.warn(f"{option}: no parameter has a component {key!r}{instead}", stacklevel=2)
-    chosen = {decision.algorithm for decision in decisions if decision.param.ndim > 1}
-    if "AdamW" in chosen and "Muon" not in chosen:
-        warnings.warn(
-            "no parameter of this model is Muon's: optimizer.describe(model) says why, and what to "
-            "write",
-            stacklevel=2,
-        )
-    if expert_keys != []:
-        _warn_about_experts(model, decisions, expert_keys or ())
-    return groups_of(decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
-
-
-def _warn_about_experts(
-    model: nn.Module, decisions: Sequence[Decision], expert_keys: Sequence[str]
-) -> None:
-    """Warns of stacked experts that no expert key names, so that they are AdamW's."""
-    infos = infos_of(model)
-    left = {
-        d.name: key
-        for d in decisions
-        if d.algorithm == "AdamW" and d.reason.endswith(DIMENSIONS)
-        if (key := expert_key(model, infos[id(d.param)][0], d.param)) is not None
-    }
+    left = {} if expert_keys == [] else stacked_experts(model, infos_of(model), decisions)
+    problems = []
     if left:
         sizes = {d.name: d.param.numel() for d in decisions if d.algorithm != "frozen"}
         share = sum(sizes[name] for name in left) / sum(sizes.values())
         names = f"{next(iter(left))}{' and others' if len(left) > 1 else ''}"
-        warnings.warn(
-            f"stacked experts, {share:.0%} of what is trained, are left to AdamW: {names}. Muon "
-            f"trains them by expert_keys={[*expert_keys, *dict.fromkeys(left.values())]}; "
-            "expert_keys=[] leaves them to AdamW without this warning",
-            stacklevel=3,
+        keys = [*(expert_keys or ()), *dict.fromkeys(left.values())]
+        problems = [
+            f"stacked experts, {share:.0%} of what is trained: {names}. Muon trains them by "
+            f"expert_keys={keys}; expert_keys=[] leaves them to AdamW without this warning"
+        ]
+    check_and_warn(model, decisions, expert_keys, adamw_keys, problems)
+    return groups_of(decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
+
+
+def check_and_warn(
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    expert_keys: ExpertKeys,
+    adamw_keys: ExpertKeys,
+    left_to_adamw: Sequence[str],
+) -> None:
+    """Checks a model whose groups are made, and warns of what was hardly meant.
+
+    Args:
+        left_to_adamw: which parameters AdamW gets for lack of a word, and the word.
+    """
+    _check_not_flattened(model)
+    remember_owners(model)
+    names = [decision.name for decision in decisions]
+    problems = [f"left to AdamW: {problem}" for problem in left_to_adamw]
+    for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
+        for key in unmatched_keys(decisions, as_keys(keys)):
+            instead = did_you_mean([key], names)
+            problems.append(f"{option}: no parameter has a component {key!r}{instead}")
+    chosen = {decision.algorithm for decision in decisions if decision.param.ndim > 1}
+    if "AdamW" in chosen and "Muon" not in chosen:
+        problems.append(
+            "no parameter of this model is Muon's: optimizer.describe(model) says why, and what to "
+            "write"
         )
+    for problem in problems:
+        warn(problem)
+
+
+def stacked_experts(
+    model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
+) -> dict[str, str]:
+    """Stacked experts that no expert key names, so that they are AdamW's: by name, the key."""
+    return {
+        d.name: key
+        for d in decisions
+        if is_left_by_dimensions(d)
+        if (key := expert_key(model, infos[id(d.param)][0], d.param)) is not None
+    }
 
 
 def groups_of(
@@ -359,7 +364,7 @@ def groups_of(
     return groups
 
 
-def as_keys(expert_keys: Union[str, Sequence[str], None]) -> Optional[Sequence[str]]:
+def as_keys(expert_keys: ExpertKeys) -> Optional[Sequence[str]]:
     return [expert_keys] if isinstance(expert_keys, str) else expert_keys
 
 

@@ -7,18 +7,19 @@ modules, or from the shape, and count only if they add up to the rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
-from torch import nn
+from torch import Tensor, nn
 
-from ...parameters.default_groups import Decision
-from ...parameters.modules import ParamInfo, class_names, read, size_in
-from ...parameters.names import counted, matches
-from .remedy import Remedy, Trap
-from .subject import Subject, names_of
-from .table import collect_by
+from ..parameters.names import matches
+from .modules import ParamInfo, class_names, look_up, read, size_in
+
+# Finds a size that modules or configurations call by one of some keys.
+SizeOf = Callable[[Sequence[str]], Optional[int]]
 
 # What configurations and modules call their numbers of attention heads, and the size of one.
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nheads")
@@ -71,38 +72,36 @@ class Fused:
     hint: str = "[rows of the first, of the second, …]"
 
 
-def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Weights that hold several matrices, and no split that says so."""
-    split = advice.applied_to(subject.options).get("split") or {}
-    if not isinstance(split, Mapping):
-        return
-    muons = advice.muons(subject)
-    weights = [
-        (decision.name, fused)
-        for decision in muons
-        if not any(matches(decision.key, pattern) for pattern in split)
-        if (fused := fused_in(decision, subject)) is not None
+def split_patterns(split: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
+    """A ``split`` by few patterns for one by names, which match none of the other names."""
+    others, by_pattern = set(others), dict[str, Any]()
+    by_value: dict[str, list[str]] = {}
+    for name, value in split.items():
+        by_value.setdefault(repr(value), []).append(name)
+    for names in by_value.values():
+        rest = others.union(split).difference(names)
+        by_pattern.update(dict.fromkeys(_patterns(names, rest), split[names[0]]))
+    return by_pattern
+
+
+def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
+    """A few patterns that match all of the names and none of the others; else the names."""
+    components = [
+        component
+        for component in reversed(names[0].split("."))
+        if not (component.isdigit() or component in ("weight", "attn", "attention", "mlp"))
     ]
-    alike = collect_by(weights, lambda weight: (weight[1].holds, repr(weight[1].split)))
-    for (name, fused), *more in alike.values():
-        names = (name, *(other for other, _ in more))
-        why = "as one matrix they share singular values and scale; split updates each by itself"
-        if fused.split is not None:
-            remedy = Remedy(split=dict.fromkeys(names, fused.split), matrices=names_of(muons))
-        else:
-            named = [c for c in name.split(".") if not c.isdigit() and c != "weight"]
-            write = f'split={{"{named[-1] if named else name}": {fused.hint}}}'
-            hint = "how their rows lie is in the model's config, or its forward()"
-            why = f"{why}; {hint}, and how to write it in docs/options.md, Split by axes"
-            comments = (f"# Add {write} below, which parts {fused.holds}:", f"# {hint}.")
-            remedy = Remedy(comments=comments, wording=write)
-        what = f"{counted(names, 'weight')} {'hold' if more else 'holds'} {fused.holds}"
-        yield Trap("fused", f"{what} in one tensor", names, why, remedy)
+    globs = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
+    for patterns in (*([component] for component in components), globs):
+        match_all = all(any(matches(name, p) for p in patterns) for name in names)
+        if match_all and not any(matches(name, p) for p in patterns for name in others):
+            return patterns
+    return list(names)
 
 
-def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
-    """What a weight of Muon's holds, if it holds several matrices."""
-    info, shape = subject.info(decision), decision.param.shape
+def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:
+    """What a weight of a model holds, if it holds several matrices."""
+    shape, size_of = tuple(param.shape), functools.partial(look_up, model, info)
     if isinstance(info.module, nn.MultiheadAttention) and info.attribute == "in_proj_weight":
         return Fused("Q, K and V", [shape[0] // 3] * 3)
     for name in class_names(info.module):
@@ -114,24 +113,24 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
         return Fused(holds, shape[0] // groups) if groups > 1 else None
     weight = _weight_name(info)
     if weight == "in_proj" and len(shape) == 2:
-        return _state_space(decision, info)
+        return _state_space(shape[0], info)
     if weight in _LATENT and len(shape) == 2:
-        return _latent(decision, subject, weight)
+        return _latent(shape[0], size_of, weight)
     if weight in _LINEAR_ATTENTION and len(shape) == 2:
-        return _linear_attention(decision, subject, weight)
+        return _linear_attention(shape[0], size_of, weight)
     above = " ".join(class_names(info.above[0])) if info.above else ""
     if weight.startswith("adaLN_mod") or (weight == "linear" and "AdaLayerNorm" in above):
         count, rest = divmod(shape[0], shape[-1])
         return Fused("modulations", shape[-1]) if count > 1 and not rest else None
     if weight in _GATED | _GATED_BY_CONFIG:
-        return _gated(decision, subject, weight)
+        return _gated(shape, info, size_of, weight)
     if weight not in _QKV | _KEYS_AND_VALUES or len(shape) != 2:
         return None
     rows, cols = reversed(shape) if info.is_conv1d else shape
     if weight in _KEYS_AND_VALUES:
         halves = [rows // 2] * 2 if rows % 2 == 0 else None
         return _oriented(Fused("K and V", halves), "k v", info)
-    fused = Fused("Q, K and V", _qkv(decision, subject, weight, rows, cols))
+    fused = Fused("Q, K and V", _qkv(info, size_of, weight, rows, cols))
     if isinstance(fused.split, str):
         fused = replace(fused, holds="Q, K and V, which alternate,")
     elif fused.split is None and weight in _BY_HEAD:
@@ -149,11 +148,10 @@ def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
     return Fused(f"{fused.holds}, side by side,", split, f'"dim ({hint})"')
 
 
-def _latent(decision: Decision, subject: Subject, weight: str) -> Fused:
+def _latent(rows: int, size_of: SizeOf, weight: str) -> Fused:
     """Multi-head latent attention: down to latent and rotary keys, up to each head's K and V."""
     holds, keys = _LATENT[weight]
-    rows = decision.param.shape[0]
-    sizes = [subject.look_up(decision, [key]) for key in keys]
+    sizes = [size_of([key]) for key in keys]
     first, second = (size or 0 for size in sizes)
     if weight == "kv_b_proj":
         fits = None not in sizes and rows % (first + second) == 0
@@ -161,24 +159,24 @@ def _latent(decision: Decision, subject: Subject, weight: str) -> Fused:
     return Fused(holds, [first, second] if first + second == rows else None)
 
 
-def _linear_attention(decision: Decision, subject: Subject, weight: str) -> Fused:
+def _linear_attention(rows: int, size_of: SizeOf, weight: str) -> Fused:
     """Qwen3-Next's gated delta net: key head by key head."""
-    sizes = [subject.look_up(decision, [key]) for key in _LINEAR_SIZES]
+    sizes = [size_of([key]) for key in _LINEAR_SIZES]
     holds = _LINEAR_ATTENTION[weight]
     key_heads, value_heads, key_dim, value_dim = (size or 1 for size in sizes)
     each = value_heads // key_heads  # value heads of a key head
     parts = f"b={each} + a={each}"
-    rows = 2 * value_heads
+    expected = 2 * value_heads
     if weight == "in_proj_qkvz":
         parts = f"q={key_dim} + k={key_dim} + v={each * value_dim} + z={each * value_dim}"
-        rows = 2 * key_heads * (key_dim + each * value_dim)
-    fits = None not in sizes and rows == decision.param.shape[0]
+        expected = 2 * key_heads * (key_dim + each * value_dim)
+    fits = None not in sizes and rows == expected
     return Fused(holds, f"(head ({parts})) dim" if fits else None)
 
 
-def _state_space(decision: Decision, info: ParamInfo) -> Optional[Fused]:
+def _state_space(rows: int, info: ParamInfo) -> Optional[Fused]:
     """Mamba's input and gate; with B, C and the steps of all heads, Mamba-2's."""
-    rows, module = decision.param.shape[0], info.above[0] if info.above else info.module
+    module = info.above[0] if info.above else info.module
     inner, groups, state, heads = (size_in(module, keys) for keys in _SSM_SIZES)
     if inner is not None and rows == 2 * inner:
         return Fused("input and gate", [inner, inner])
@@ -198,13 +196,12 @@ def _weight_name(info: ParamInfo) -> str:
 
 
 def _qkv(
-    decision: Decision, subject: Subject, weight: str, rows: int, cols: int
+    info: ParamInfo, size_of: SizeOf, weight: str, rows: int, cols: int
 ) -> Union[Sequence[int], str, None]:
     """How Q, K and V make up so many rows: one below the other, or key head by key head."""
-    above = subject.info(decision).above[:1]
+    above = info.above[:1]
     classes = " ".join(class_names(above[0])) if above else ""
-    heads, size = subject.look_up(decision, HEADS), subject.look_up(decision, HEAD_DIM)
-    key_heads = subject.look_up(decision, KEY_HEADS)
+    heads, key_heads, size = size_of(HEADS), size_of(KEY_HEADS), size_of(HEAD_DIM)
     by_head = weight in _BY_HEAD or any(name in classes for name in _BY_HEAD_CLASSES)
     one = 1 if any(read(module, "multi_query") for module in above) else None
     if "GPTBigCode" in classes and one is None:
@@ -225,8 +222,9 @@ def _qkv(
     return [rows // 3] * 3
 
 
-def _gated(decision: Decision, subject: Subject, weight: str) -> Optional[Fused]:
-    info, shape = subject.info(decision), tuple(decision.param.shape)
+def _gated(
+    shape: tuple[int, ...], info: ParamInfo, size_of: SizeOf, weight: str
+) -> Optional[Fused]:
     holds, is_stack = "gate and up projection", len(shape) > 2
     in_turn = any(_GATE_BESIDE_UP in name for name in class_names(info.module))
     parts = "(n (gate=1 + up=1))" if in_turn else f"(gate={shape[-1] // 2} + up={shape[-1] // 2})"
@@ -235,7 +233,7 @@ def _gated(decision: Decision, subject: Subject, weight: str) -> Optional[Fused]
         return Fused(holds, f"dim {parts}" if shape[-1] % 2 == 0 else None)
     rows = shape[-2]
     if weight in _GATED_BY_CONFIG:
-        if rows != 2 * (subject.look_up(decision, _INTERMEDIATE) or 0):
+        if rows != 2 * (size_of(_INTERMEDIATE) or 0):
             return None
     elif rows % 2 or (is_stack and not _is_halved(shape, info, in_columns=False)):
         return Fused(holds)
@@ -253,14 +251,13 @@ def _is_halved(shape: Sequence[int], info: ParamInfo, in_columns: bool) -> bool:
     return any(list(param.shape) == half for param in others)
 
 
-def is_stored_transposed(decision: Decision, subject: Subject) -> bool:
+def is_stored_transposed(info: ParamInfo, param: Tensor) -> bool:
     """Whether a weight is (in, out), as far as modules tell: Conv1D, transposed convolutions, and
     experts whose halves lie in columns, with what is beside them."""
-    info = subject.info(decision)
     if info.is_conv1d or isinstance(info.layer, nn.modules.conv._ConvTransposeNd):
         return True
-    return decision.param.ndim > 2 and any(
-        _is_halved(param.shape, info, in_columns=True)
-        for name, param in info.module._parameters.items()
-        if param is not None and param.ndim > 2 and name.removesuffix("_weight") in _GATED
+    return param.ndim > 2 and any(
+        _is_halved(other.shape, info, in_columns=True)
+        for name, other in info.module._parameters.items()
+        if other is not None and other.ndim > 2 and name.removesuffix("_weight") in _GATED
     )

@@ -6,17 +6,15 @@ Nothing here reads a weight.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed import dtensors
-from .names import normalize_name
+from ..parameters.names import normalize_name
 
 # What models call their own configuration: transformers, torchtitan, others.
 _CONFIGS = ("config", "model_args", "args")
@@ -69,6 +67,25 @@ class ParamInfo:
     def is_conv1d(self) -> bool:
         """Whether the parameter is a weight stored (in, out), as GPT-2's are."""
         return self.attribute == "weight" and "Conv1D" in class_names(self.module)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which algorithm trains a parameter, and why.
+
+    Args:
+        name: FQN of the parameter, without the components that wrappers add.
+        key: FQN of the parameter in the model's ``state_dict()``.
+        param: the parameter.
+        algorithm: ``"Muon"``, ``"AdamW"`` or ``"frozen"``.
+        reason: why, in a few words.
+    """
+
+    name: str
+    key: str
+    param: Tensor
+    algorithm: str
+    reason: str
 
 
 # Of each parameter, by its id, in the model's order; tied parameters have several.
@@ -166,40 +183,7 @@ def expert_key(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[str
     return None
 
 
-Holder = tuple[weakref.ref[nn.Module], str]  # a module, and what it calls a parameter
-
-# Of each parameter, weakly, the module that held it when groups were made, and under which name.
-_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def remember_owners(model: nn.Module) -> None:
-    """Remembers for every parameter of a model the first module that holds it.
-
-    `fully_shard`, and `Module.to_empty` of a model on meta, put other parameters in place of those
-    that groups hold.
-    """
-    held = set()
-    for module in model.modules():
-        for attribute, param in module._parameters.items():
-            if param is not None and id(param) not in held:
-                held.add(id(param))
-                _owners[param] = (weakref.ref(module), attribute)
-
-
-def holder_of(param: Tensor) -> Optional[Holder]:
-    """The module that held a parameter when groups were made, and under which name."""
-    return _owners.get(param)
-
-
-def replacement_of(param: Tensor, holder: Holder) -> Optional[Tensor]:
-    """The parameter that its holder has in the place of ``param`` by now, or None.
-
-    FSDP2 puts unsharded parameters into modules for a while: these do not count, as the sharded
-    ones come back.
-    """
-    module = holder[0]()
-    current = None if module is None else module._parameters.get(holder[1])
-    if current is None or current is param:
-        return None
-    old, new = map(dtensors.mesh_placements_of, (param, current))
-    return current if (new[0].ndim if new else 0) >= (old[0].ndim if old else 0) else None
+def component_of(name: str) -> str:
+    """The last component of a parameter's name that says something."""
+    named = [c for c in name.split(".") if not c.isdigit() and c != "weight"]
+    return named[-1] if named else name

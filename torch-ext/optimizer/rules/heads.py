@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from torch import nn
 
-from .modules import ParamInfo, ParamInfos, configs_of, size_in
-from .names import normalize_name
-
-if TYPE_CHECKING:
-    from .default_groups import Decision
+from ..parameters.names import normalize_name
+from .modules import Decision, ParamInfo, ParamInfos, component_of, configs_of, size_in
 
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
@@ -172,12 +169,24 @@ def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision], infos: P
     return decision.param.shape[0] not in {d.param.shape[1] for d in takers}
 
 
-def may_be_a_head(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
-    """Whether a matrix may be a head: outside of layers, with outputs nobody takes."""
-    info = infos[id(decision.param)][0]
-    if _is_in_a_layer(info) or _MODULATION.search(info.name):
-        return False
-    return _gives_to_nobody(decision, decisions, infos)
+def possible_heads(
+    model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision], muons: Sequence[Decision]
+) -> list[Decision]:
+    """Matrices of Muon's that may be heads: outside of layers, with outputs that nobody takes.
+
+    These are the last one, those of other towers that give as many outputs, and what is called out.
+    """
+    last = last_matrix(model)
+    may_be = []
+    for decision in muons:
+        info = infos[id(decision.param)][0]
+        in_a_layer = _is_in_a_layer(info) or _MODULATION.search(info.name)
+        if not in_a_layer and _gives_to_nobody(decision, decisions, infos):
+            may_be.append(decision)
+    outputs = {d.param.shape[0] for d in may_be if d.param is last}
+    return [
+        d for d in may_be if d.param.shape[0] in outputs or "out" in component_of(d.name).split("_")
+    ]
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:
