@@ -1,0 +1,1 @@
+"""Decides what each parameter of a model is: expert, head, embedding, fused projection, kernel."""

@@ -1,0 +1,181 @@
+"""Assigns every parameter of a model to Muon or AdamW, and says how Muon reads it: the decisions
+that `Muon.for_model` takes and `describe` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+from torch import nn
+
+from ..parameters.names import matches
+from .default_groups import (
+    ExpertKeys,
+    as_keys,
+    changed,
+    check_and_warn,
+    decide,
+    default_is_muon,
+    groups_of,
+    is_left_by_dimensions,
+    stacked_experts,
+)
+from .fused import Fused, fused_in, split_patterns
+from .heads import possible_heads
+from .modules import Decision, ParamInfos, component_of, infos_of
+
+AUTO = "auto"
+
+# Tensors of three dimensions that nobody can tell matrices of are worth a word if they are at least
+# this share of what is trained.
+_SHARE_OF_STACKS = 0.01
+
+
+class Undecided(NamedTuple):
+    """Why a parameter is AdamW's although it may be Muon's."""
+
+    kind: str  # "stack", "head" or "fused"
+    name: str
+    what: str  # what it holds, or may be
+    write: str  # the argument of `Muon.for_model` that decides
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which algorithm trains each parameter of a model, and how Muon reads its own.
+
+    Args:
+        model: the model.
+        infos: where it registers its parameters.
+        decisions: for all parameters, in the model's order.
+        expert_keys: components of names that hold stacked experts.
+        split: the ``split`` of `Muon`.
+        undecided: parameters that are AdamW's because nothing tells what they are.
+    """
+
+    model: nn.Module
+    infos: ParamInfos
+    decisions: Sequence[Decision]
+    expert_keys: Optional[Sequence[str]]
+    split: Any
+    undecided: Sequence[Undecided]
+
+
+def assign(
+    model: nn.Module,
+    is_muon_func: Callable[..., bool] = default_is_muon,
+    expert_keys: ExpertKeys = AUTO,
+    adamw_keys: ExpertKeys = None,
+    convolutions: bool = False,
+    split: Any = AUTO,
+) -> Assignment:
+    """Decides about a model; the arguments are those of `Muon.for_model`.
+
+    Raises:
+        ValueError: as `decide`.
+    """
+    infos, finds_experts = infos_of(model), expert_keys == AUTO
+    keys = None if finds_experts else as_keys(expert_keys)
+    arguments = model, is_muon_func, keys, as_keys(adamw_keys), convolutions
+    decisions = decide(*arguments)
+    experts = stacked_experts(model, infos, decisions) if finds_experts else {}
+    if experts:  # decide again: expert_keys may change what is taken for a head
+        keys = list(dict.fromkeys(experts.values()))
+        decisions = decide(model, is_muon_func, keys, as_keys(adamw_keys), convolutions)
+    undecided = _stacks(infos, decisions)
+    if is_muon_func is default_is_muon:
+        undecided += _possible_heads(model, infos, decisions)
+    if split == AUTO or isinstance(split, Mapping):
+        given = {} if split == AUTO else dict(split)
+        found, unknown = _fused(model, infos, decisions, given)
+        undecided += unknown
+        others = [d.key for d in decisions if d.algorithm == "Muon"]
+        splits = {key: fused.split for key, fused in found.items()}
+        split = {**given, **split_patterns(splits, others)} or None
+        apart = {
+            d.name: f"{d.reason}, split: {found[d.key].holds}" for d in decisions if d.key in found
+        }
+        decisions = changed(decisions, "Muon", apart)
+    left = {each.name: f"left to AdamW: {each.what}" for each in undecided}
+    decisions = changed(decisions, "AdamW", left)
+    return Assignment(model, infos, decisions, keys, split, undecided)
+
+
+def _stacks(infos: ParamInfos, decisions: Iterable[Decision]) -> list[Undecided]:
+    """Tensors of three dimensions that are neither convolutions nor known to be experts."""
+    trained = sum(d.param.numel() for d in decisions if d.algorithm != "frozen")
+    stacks = [
+        d
+        for d in decisions
+        if is_left_by_dimensions(d)
+        and d.param.ndim == 3
+        and not infos[id(d.param)][0].is_convolution
+        and min(d.param.shape[-2:]) >= 8
+    ]
+    if sum(d.param.numel() for d in stacks) < _SHARE_OF_STACKS * trained:
+        return []
+    what = "three dimensions, of which the first may count matrices"
+    return [
+        Undecided("stack", d.name, what, f'expert_keys=["{component_of(d.name)}"]') for d in stacks
+    ]
+
+
+def _possible_heads(
+    model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
+) -> list[Undecided]:
+    muons = [d for d in decisions if d.algorithm == "Muon"]
+    return [
+        Undecided("head", d.name, "may be an output head", "is_muon_func=…")
+        for d in possible_heads(model, infos, decisions, muons)
+    ]
+
+
+def _fused(
+    model: nn.Module, infos: ParamInfos, decisions: Iterable[Decision], given: Mapping[str, Any]
+) -> tuple[dict[str, Fused], list[Undecided]]:
+    """Weights that hold several matrices, by key, and those of unknown sizes."""
+    found: dict[str, Fused] = {}
+    unknown = []
+    for decision in decisions:
+        is_given = any(matches(decision.key, pattern) for pattern in given)
+        if decision.algorithm != "Muon" or is_given:
+            continue
+        fused = fused_in(model, infos[id(decision.param)][0], decision.param)
+        if fused is not None and fused.split is not None:
+            found[decision.key] = fused
+        elif fused is not None:
+            write = f'split={{"{component_of(decision.name)}": {fused.hint}}}'
+            what = f"{fused.holds} in one tensor, of unknown sizes"
+            unknown.append(Undecided("fused", decision.name, what, write))
+    return found, unknown
+
+
+def groups_for(
+    model: nn.Module,
+    is_muon_func: Callable[..., bool],
+    expert_keys: ExpertKeys,
+    adamw_keys: ExpertKeys,
+    convolutions: bool,
+    split: Any,
+    adamw_lr: Any,
+    decay_vectors: bool,
+) -> tuple[list[dict[str, Any]], Any]:
+    """The groups of `Muon.for_model`, and its ``split``; warns once of what nothing tells."""
+    made = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split)
+    keys = None if expert_keys == AUTO else expert_keys
+    problems = [f"{what}: {_listed(made, what)}" for what in dict.fromkeys(_kinds(made))]
+    check_and_warn(model, made.decisions, keys, adamw_keys, problems)
+    groups = groups_of(made.decisions, made.expert_keys, adamw_lr, decay_vectors, convolutions)
+    return groups, made.split
+
+
+def _kinds(made: Assignment) -> list[str]:
+    return [each.what for each in made.undecided]
+
+
+def _listed(made: Assignment, what: str) -> str:
+    """The parameters that are undecided for one reason, and what decides."""
+    alike = [each for each in made.undecided if each.what == what]
+    others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+    return f"{alike[0].name}{others} ({alike[0].write} decides)"
