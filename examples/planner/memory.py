@@ -37,7 +37,7 @@ def elements_of_all(
         lies = sharding_of(kernel, weight, layout)
         held[lies, weight.shape] += 2  # the gradient lies as the weight does
         if weight.muon:
-            held[next(of_muon).momentum or lies, weight.shape] += 1
+            held[next(of_muon).momentum_sharding or lies, weight.shape] += 1
         elif layout.kind == "zero2" and kernel.distributed.replicas.is_divided(weight.shape, ranks):
             held[rows_of(kernel, layout), weight.shape] += 2
         else:
