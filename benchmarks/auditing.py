@@ -28,7 +28,7 @@ class Training:
     def __init__(self, kernel: Any, dtype: torch.dtype):
         torch.manual_seed(0)
         self.model = Transformer(ModelConfig()).to(dtype)
-        self.optimizer = kernel.Muon(kernel.get_default_muon_param_groups(self.model), lr=1e-3)
+        self.optimizer = kernel.Muon.for_model(self.model, lr=1e-3)
         self.optimizer.defaults["none_grad"] = False
         for group in self.optimizer.param_groups:
             group["none_grad"] = False  # a step can be repeated

@@ -71,13 +71,12 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW or Muon, with ``lr`` for the matrices of Muon and ``adamw_lr`` for the rest."""
     kernel = load_kernel()
-    advised = kernel.describe(model, weight_decay=WEIGHT_DECAY, adamw_lr=adamw_lr, **options)
+    optim = kernel.Muon.for_model(model, lr, adamw_lr, WEIGHT_DECAY, **options)
     if name == "Muon":
-        # The advice has another rate where it finds one too large or small, and all are tried here.
-        return kernel.Muon(advised.groups(), **{**advised.options(), "lr": lr})
+        return optim
     groups = [
         {"params": group["params"], "lr": lr if group["use_muon"] else adamw_lr}
-        for group in advised.groups()
+        for group in optim.param_groups
     ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
 

@@ -59,8 +59,7 @@ def train(rounding: str, options: argparse.Namespace) -> Any:
     model = Transformer(ModelConfig(max_seq_len=config.seq_len, **sizes)).to(device, torch.bfloat16)
     if dist.is_initialized():
         shard(model, config, device)
-    groups = kernel.get_default_muon_param_groups(model)
-    optimizer = kernel.Muon(groups, lr=options.lr, weight_rounding=rounding)
+    optimizer = kernel.Muon.for_model(model, lr=options.lr, weight_rounding=rounding)
     batches, audit = Batches(config, device), optimizer.audit()
     for step in range(options.steps):
         for group in optimizer.param_groups:

@@ -100,8 +100,7 @@ def optimizer_of(layout: Layout, config: Mapping[str, Any] | TrainConfig, model:
     options: dict[str, Any] = {"process_group": dist.group.WORLD} if layout.replicated else {}
     if layout.kind == "zero2":
         options["grad_reduce"] = "mean"
-    advised = kernel.describe(model, expert_keys=["experts"], **options)
-    return kernel.Muon(advised.groups(), **advised.options())
+    return kernel.Muon.for_model(model, lr=1e-3, expert_keys=["experts"], **options)
 
 
 def divide_layers(

@@ -71,8 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     device = pick_device()
     model = sharded_model(arguments.dim, arguments.layers, device)
     kernel = load_kernel()
-    groups = kernel.get_default_muon_param_groups(model)
-    optimizer = kernel.Muon(groups, chunk_size=arguments.chunk_size)
+    optimizer = kernel.Muon.for_model(model, lr=1e-3, chunk_size=arguments.chunk_size)
     events = traced(model, optimizer, device, arguments.out / f"rank{rank()}.json")
     spans: list[list[Span]] = [[] for _ in range(world_size())]
     dist.all_gather_object(spans, list(spans_of(events, device)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from typing import Any
 
 import torch
@@ -65,6 +66,19 @@ def follow(model: nn.Module, **given: Any) -> Any:
         names = [name.removeprefix("module.") for name in names]  # DDP's
         assert names == names_of(again, algorithm)
     assert max(map(len, str(description).splitlines())) < 160
+    return description
+
+
+def follow_apart(model: nn.Module, **given: Any) -> Any:
+    """Follows the description of a caller who gives neither ``expert_keys`` nor ``split``: what it
+    advises to write is what `Muon.for_model` finds by itself."""
+    description = follow(model, **{"expert_keys": None, "split": None, **given})
+    written = arguments(description.code, run(description.code, model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim = optimizer.Muon.for_model(model, lr=1e-3, convolutions="convolutions" in written)
+    assert optim.defaults["split"] == written.get("split")
+    assert optim.param_groups[0]["expert_keys"] == written.get("expert_keys")
     return description
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from advice import arguments, everything, follow, kinds, names_of, reasons, run
+from advice import arguments, everything, follow, follow_apart, kinds, names_of, reasons, run
 from kernel import optimizer
 from ranks import run_ranks
 
@@ -134,23 +134,12 @@ class Adapted(nn.Module):
 def test_a_plain_llama_has_no_trap_and_the_code_of_the_readme():
     description = follow(Llama())
     assert description.warnings == [] and description.notes == []
-    assert description.code.splitlines() == [
-        "groups = optimizer.get_default_muon_param_groups(model)",
-        "optim = optimizer.Muon(groups, lr=1e-3)",
-    ]
+    assert description.code == "optim = optimizer.Muon.for_model(model, lr=1e-3)"
     told = reasons(description)
     assert told["tok_embeddings.weight"] == "embedding"
     assert told["layers.0.attention.wq.weight"] == "matrix"
     assert told["norm.weight"] == "vector"
     assert "output" in told["output.weight"]
-
-
-def test_groups_of_a_model_without_muons_matrices_repeat_no_warning():
-    description = describe(nn.Sequential(nn.Embedding(50, 16), nn.LayerNorm(16)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        muon, adamw = description.groups()
-    assert muon["names"] == [] and len(adamw["names"]) == 3
 
 
 def test_rows_are_plain_data_of_every_parameter_in_the_models_order():
@@ -363,14 +352,14 @@ def test_a_last_layer_is_told_to_be_a_head(name):
     assert f"{name}.weight" in names_of(follow(model), "AdamW")
 
 
-def test_what_is_advised_can_be_used_without_copying_it():
+def test_for_model_takes_the_arguments_that_describe_takes():
+    given = {"lr": 1e-3, "adamw_lr": 1e-4, "decay_vectors": False, "weight_decay": 0.1}
     model = Llama()
-    advised = describe(model, adamw_lr=1e-4, decay_vectors=False, weight_decay=0.1)
-    optim = optimizer.Muon(advised.groups(), **advised.options())
+    optim = optimizer.Muon.for_model(model, **given)
     assert [group["lr"] for group in optim.param_groups] == [1e-3, 1e-4, 1e-4]
     assert [group["weight_decay"] for group in optim.param_groups] == [0.1, 0.1, 0.0]
-    assert "adamw_lr=1e-4,\n    decay_vectors=False" in advised.code
-    assert describe(model, adjust_lr="original").groups()[1]["lr"] == 3e-4
+    assert "adamw_lr=1e-4,\n    decay_vectors=False" in describe(model, **given).code
+    assert "adamw_lr=3e-4" in describe(model, adjust_lr="original").code
 
 
 def test_a_head_is_told_where_the_caller_decides():
@@ -380,11 +369,12 @@ def test_a_head_is_told_where_the_caller_decides():
     assert [t.parameters for t in description.warnings] == [("fc.weight",)]
 
 
-def test_a_last_matrix_that_may_be_a_head_is_said_to_be_unsure():
+def test_a_last_matrix_that_may_be_a_head_is_left_to_adamw_and_said_to_be_unsure():
     model = nn.ModuleDict({"encode": nn.Linear(32, 64), "project": nn.Linear(64, 48)})
-    (note,) = follow(model).notes
+    with pytest.warns(UserWarning, match="may be an output head: project.weight"):
+        (note,) = follow(model).notes
     assert (note.kind, note.parameters) == ("unsure", ("project.weight",))
-    assert 'adamw_keys=["project"]' in note.why
+    assert names_of(describe(model), "Muon") == ["encode.weight"]
     described = describe(model, adamw_keys="project")
     assert described.notes == [] and names_of(described, "Muon") == ["encode.weight"]
     assert 'adamw_keys=["project"]' in described.code
@@ -473,7 +463,7 @@ class AdaLayerNormZero(nn.Module):
 )
 def test_projections_that_modules_name_the_sizes_of_are_split(module, split):
     model = nn.ModuleDict({"layers": nn.ModuleList([module(), module()])})
-    description = follow(model)
+    description = follow_apart(model)
     assert kinds(description.warnings) == ["fused"]
     space = run(description.code, model)
     assert arguments(description.code, space)["split"] == split
@@ -487,32 +477,37 @@ def test_an_input_projection_of_other_sizes_is_left_alone():
 def test_latent_and_rotary_keys_are_split_by_the_config():
     model = of_layers("kv_a_proj_with_mqa", nn.Linear(16, 24))
     model.config = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
-    description = follow(model)
+    description = follow_apart(model)
     assert 'split={"kv_a_proj_with_mqa": [16, 8]}' in description.code
 
 
 @pytest.mark.parametrize("name", ["qkv", "qkv_proj", "c_attn", "wqkv", "Wqkv"])
 def test_fused_projections_are_split_in_three_where_shapes_tell(name):
-    description = follow(of_layers(name, nn.Linear(16, 48)))
+    description = follow_apart(of_layers(name, nn.Linear(16, 48)))
     assert kinds(description.warnings) == ["fused"]
     assert f'split={{"{name}": [16, 16, 16]}}' in description.code
 
 
 def test_fused_grouped_query_projections_are_split_by_the_config():
     config = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=16)
-    description = follow(of_layers("qkv_proj", nn.Linear(16, 32), **config))
+    description = follow_apart(of_layers("qkv_proj", nn.Linear(16, 32), **config))
     assert 'split={"qkv_proj": [16, 8, 8]}' in description.code
-    description = follow(of_layers("qkv_proj", nn.Linear(16, 64), head_dim=8, **config))
+    description = follow_apart(of_layers("qkv_proj", nn.Linear(16, 64), head_dim=8, **config))
     assert 'split={"qkv_proj": [32, 16, 16]}' in description.code
 
 
-def test_fused_projections_whose_sizes_nothing_tells_get_a_line_to_fill_in():
+def test_fused_projections_whose_sizes_nothing_tells_are_left_to_adamw_with_a_line_to_fill_in():
     model = of_layers("qkv_proj", nn.Linear(16, 32))
     description = describe(model)
     assert kinds(description.warnings) == ["fused"]
     assert 'split={"qkv_proj": [' in description.warnings[0].write
-    assert "# Add split=" in description.code
-    assert "split" not in arguments(description.code, run(description.code, model))
+    assert '# split={"qkv_proj": [' in description.code
+    with pytest.warns(UserWarning, match="left to AdamW: Q, K and V in one tensor"):
+        space = run(description.code, model)
+    assert "split" not in arguments(description.code, space)
+    assert "layers.0.attn.qkv_proj.weight" in space["optim"].names[1]
+    taken = optimizer.Muon.for_model(model, lr=1e-3, split={"qkv_proj": [16, 8, 8]})
+    assert "layers.0.attn.qkv_proj.weight" in taken.names[0]
 
 
 @pytest.mark.parametrize(
@@ -528,7 +523,7 @@ def test_rows_that_interleave_head_by_head_are_split_into_whole_projections(rows
     model = of_layers("query_key_value", nn.Linear(16, rows), num_attention_heads=4, **config)
     for layer in model.layers:
         layer["attn"].multi_query = config.get("multi_query", False)
-    description = follow(model)
+    description = follow_apart(model)
     space = run(description.code, model)
     assert arguments(description.code, space)["split"] == {"query_key_value": split}
     unknown = of_layers("query_key_value", nn.Linear(16, 48))
@@ -536,7 +531,7 @@ def test_rows_that_interleave_head_by_head_are_split_into_whole_projections(rows
 
 
 def test_columns_of_weights_stored_in_by_out_are_split():
-    description = follow(gpt2())
+    description = follow_apart(gpt2())
     assert kinds(description.notes) == ["tied"]
     assert 'split={"c_attn": "dim (q=16 + k=16 + v=16)"}' in description.code
 
@@ -544,7 +539,7 @@ def test_columns_of_weights_stored_in_by_out_are_split():
 def test_keys_and_values_of_latent_attention_are_split_head_by_head():
     model = of_layers("kv_b_proj", nn.Linear(16, 40))
     model.config = {"qk_nope_head_dim": 6, "v_head_dim": 4}
-    description = follow(model)
+    description = follow_apart(model)
     assert 'split={"kv_b_proj": "(head (k=6 + v=4)) dim"}' in description.code
 
 
@@ -553,19 +548,19 @@ def test_projections_of_gated_delta_nets_are_split_key_head_by_key_head():
     sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
     model = of_layers("in_proj_qkvz", nn.Linear(16, 2 * (8 + 8 + 12 + 12)))
     model.config = sizes
-    description = follow(model)
+    description = follow_apart(model)
     split = "(head (q=8 + k=8 + v=12 + z=12)) dim"
     assert f'split={{"in_proj_qkvz": "{split}"}}' in description.code
     model = of_layers("in_proj_ba", nn.Linear(16, 8))
     model.config = sizes
-    assert 'split={"in_proj_ba": "(head (b=2 + a=2)) dim"}' in follow(model).code
+    assert 'split={"in_proj_ba": "(head (b=2 + a=2)) dim"}' in follow_apart(model).code
 
 
 def test_convolutions_in_groups_are_one_matrix_for_each_group():
     stem = nn.Conv2d(8, 64, 3)
     layers = [nn.Conv2d(64, 64, 3, groups=4) for _ in range(2)]
     model = nn.ModuleDict({"stem": stem, "layers": nn.ModuleList(layers)})
-    description = follow(model)
+    description = follow_apart(model)
     options = arguments(description.code, run(description.code, model))
     assert options["convolutions"] and options["split"] == {"layers": 16}
 
@@ -583,7 +578,7 @@ def test_rates_to_try_are_those_of_models_of_its_kind():
 
 
 def test_gates_of_a_feed_forward_are_split_in_two():
-    description = follow(of_layers("gate_up_proj", nn.Linear(16, 48)))
+    description = follow_apart(of_layers("gate_up_proj", nn.Linear(16, 48)))
     assert 'split={"gate_up_proj": [24, 24]}' in description.code
 
 
@@ -591,19 +586,19 @@ def test_gates_of_a_feed_forward_are_split_in_two():
 def test_gates_of_recurrent_layers_are_split(cls, gates):
     rnn = cls(12, 8, num_layers=2, bidirectional=True)
     alone = copy.deepcopy(rnn)
-    description = follow(nn.ModuleDict({"rnn": rnn, "proj": nn.Linear(16, 16)}))
+    description = follow_apart(nn.ModuleDict({"rnn": rnn, "proj": nn.Linear(16, 16)}))
     assert f"{gates} gates" in description.warnings[0].what
     assert 'split={"rnn": 8}' in description.code
-    assert 'split={"weight_*": 8}' in follow(alone).code
+    assert 'split={"weight_*": 8}' in follow_apart(alone).code
     assert describe(nn.RNN(12, 8)).warnings == []
 
 
 def test_attention_of_torch_is_split_in_three():
     layer = nn.TransformerEncoderLayer(16, 2, 32)
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    description = follow(encoder)
+    description = follow_apart(encoder)
     assert 'split={"in_proj_weight": [16, 16, 16]}' in description.code
-    follow(nn.MultiheadAttention(16, 2))
+    follow_apart(nn.MultiheadAttention(16, 2))
     assert describe(nn.MultiheadAttention(16, 2, kdim=8, vdim=8)).warnings == []
 
 
@@ -612,7 +607,7 @@ def test_fused_projections_of_several_sizes_are_each_split_by_their_own():
         nn.ModuleList(nn.ModuleDict({"qkv": nn.Linear(d, 3 * d)}) for _ in range(2))
         for d in (8, 16)
     )
-    description = follow(nn.ModuleDict({"stages": nn.ModuleList(stages)}))
+    description = follow_apart(nn.ModuleDict({"stages": nn.ModuleList(stages)}))
     assert '"stages.0.*.qkv.weight": [8, 8, 8]' in description.code
 
 
@@ -622,7 +617,9 @@ def test_a_given_split_is_kept_and_what_it_settles_is_not_told_again():
     assert describe(model, split=8).warnings == []
     model.layers[0]["gate_up"] = nn.Linear(16, 32)
     description = follow(model, split={"qkv": 4})
-    assert 'split={"qkv": 4, "gate_up": [16, 16]}' in description.code
+    assert description.warnings == [] and 'split={"qkv": 4}' in description.code
+    optim = optimizer.Muon.for_model(model, lr=1e-3, split={"qkv": 4})
+    assert optim.defaults["split"] == {"qkv": 4, "gate_up": [16, 16]}
 
 
 # More than two dimensions
@@ -630,7 +627,7 @@ def test_a_given_split_is_kept_and_what_it_settles_is_not_told_again():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacked_experts_are_told_to_name_expert_keys(transposed):
-    description = follow(moe(transposed))
+    description = follow_apart(moe(transposed))
     assert kinds(description.warnings) == ["experts", "fused"]
     assert 'expert_keys=["experts"]' in description.code
     halves = '"dim (gate=12 + up=12)"' if transposed else "[12, 12]"
@@ -642,7 +639,7 @@ def test_experts_are_known_by_their_number_too():
     layer["ffn"]["input_linear"].weight = nn.Parameter(torch.randn(4, 16, 16))
     model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
     model.config = types.SimpleNamespace(num_local_experts=4)
-    assert 'expert_keys=["input_linear"]' in follow(model).code
+    assert 'expert_keys=["input_linear"]' in follow_apart(model).code
 
 
 def test_a_list_of_experts_is_a_list_of_matrices():
@@ -656,9 +653,10 @@ def test_tensors_that_may_be_stacked_get_a_line_to_fill_in():
     model = nn.ModuleDict({"attn": nn.Module(), "proj": nn.Linear(16, 16)})
     model["attn"].W_Q = nn.Parameter(torch.randn(4, 16, 8))
     description = describe(model)
-    assert kinds(description.warnings) == ["dimensions"]
+    assert kinds(description.warnings) == ["stack"]
     assert 'expert_keys=["W_Q"]' in description.warnings[0].write
-    run(description.code, model)
+    with pytest.warns(UserWarning, match="left to AdamW: three dimensions.*attn.W_Q"):
+        run(description.code, model)
     assert describe(model, expert_keys=["W_Q"]).warnings == []
 
 
@@ -668,7 +666,7 @@ def test_expert_keys_that_match_nothing_are_told_without_a_warning_of_pythons():
         description = describe(Llama(), expert_keys=["experts"])
     assert kinds(description.warnings) == ["expert_keys"]
     follow(Llama(), expert_keys=["experts"])
-    assert 'expert_keys=["experts"]' in follow(moe(), expert_keys=["expert"]).code
+    assert 'expert_keys=["experts"]' in follow(moe(), expert_keys=["expert"], split=None).code
 
 
 def test_convolutions_of_a_resnet_are_told_to_be_flattened():
@@ -684,8 +682,8 @@ def test_convolutions_of_a_cnn_are_told_though_its_linear_layers_are_larger():
     description = follow(nn.Sequential(*layers, nn.Flatten(), *linear))
     (trap,) = description.warnings
     assert trap.what == "2 convolutions left to AdamW: 6% of what is trained"
-    assert "groups(model, convolutions=True)" in trap.write
-    assert len(description.code.splitlines()) == 2
+    assert trap.write == "convolutions=True"
+    assert len(description.code.splitlines()) == 1
 
 
 def test_a_patch_embedding_is_no_convolution_to_flatten():
@@ -777,7 +775,7 @@ def test_what_muon_would_refuse_is_told():
     assert "everything(name, param)" in description.code
     description = follow(of_layers("qkv", nn.Linear(16, 48)), split={"qkv": [7, 7]})
     assert "adds up to 14" in description.warnings[0].why
-    assert "[16, 16, 16]" in description.code
+    assert "split" not in description.code  # which finds it by itself
 
 
 def test_patterns_that_match_nothing_are_told():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from advice import everything, follow, kinds, names_of
+from advice import everything, follow, follow_apart, kinds, names_of
 from kernel import optimizer
 
 describe = optimizer.describe
@@ -28,10 +28,10 @@ def grouped_attention(**attributes: int) -> nn.Module:
 
 
 def test_rows_of_grouped_queries_are_not_divided_into_thirds():
-    known = follow(grouped_attention(n_query_groups=2))
+    known = follow_apart(grouped_attention(n_query_groups=2))
     assert 'split={"qkv": [64, 16, 16]}' in known.code
     unknown = describe(grouped_attention(n_kv=2))
-    assert kinds(unknown.warnings) == ["fused"] and "# Add split=" in unknown.code
+    assert kinds(unknown.warnings) == ["fused"] and "# split=" in unknown.code
 
 
 class Recommender(nn.Module):
@@ -96,7 +96,7 @@ class Careless(nn.Module):
     ],
 )
 def test_configurations_that_raise_or_are_something_else_tell_nothing(make):
-    assert kinds(follow(Careless(make())).warnings) == ["fused"]
+    assert kinds(follow_apart(Careless(make())).warnings) == ["fused"]
 
 
 class Decoder(nn.Module):
@@ -111,10 +111,11 @@ class Decoder(nn.Module):
 
 def test_parametrized_convolutions_are_known_and_those_to_pixels_are_left():
     description = follow(Decoder())
-    trap, groups = description.warnings
+    (trap,) = description.warnings
     names = ("up.weight", "position.parametrizations.weight.original1")
     assert trap.kind == "convolutions" and sorted(trap.parameters) == sorted(names)
-    assert groups.kind == "fused" and groups.parameters == names[1:]
+    optim = optimizer.Muon.for_model(Decoder(), lr=1e-3, convolutions=True)
+    assert optim.defaults["split"] == {"position": 16}
     scaled = follow(Decoder(), adjust_lr="original", lr=0.02)
     assert "transposed" in kinds(scaled.warnings)
 

@@ -36,8 +36,7 @@ def make_accelerator(**arguments: Any) -> Accelerator:
 def prepare(accelerator: Accelerator, steps: int, **options: Any) -> tuple[Any, ...]:
     """Model, optimizer, scheduler and batches."""
     model = build_model()
-    groups = optimizer.get_default_muon_param_groups(model)
-    optim = optimizer.Muon(groups, lr=1e-2, weight_decay=0.1, **options)
+    optim = optimizer.Muon.for_model(model, lr=1e-2, weight_decay=0.1, **options)
     # A prepared scheduler goes a step for every process.
     scheduler = LambdaLR(optim, lambda step: 1 - step / (steps * accelerator.num_processes))
     loader = DataLoader(Sequences(16 * steps), batch_size=16 // accelerator.num_processes)

@@ -31,8 +31,7 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        groups = optimizer.get_default_muon_param_groups(self)
-        optim = optimizer.Muon(groups, lr=1e-2, weight_decay=0.1, **self.options)
+        optim = optimizer.Muon.for_model(self, lr=1e-2, weight_decay=0.1, **self.options)
         scheduler = LambdaLR(optim, lambda step: 1 - step / self.steps)
         return {"optimizer": optim, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -30,8 +30,8 @@ def train(steps: int = 40, **options: Any) -> tuple[list[float], nn.Module]:
         fully_shard(layer)
     fully_shard(model)
 
-    groups = optimizer.get_default_muon_param_groups(model)  # of the sharded parameters
-    optim = optimizer.Muon(groups, lr=1e-2, weight_decay=0.1, **options)
+    # Of the sharded parameters:
+    optim = optimizer.Muon.for_model(model, lr=1e-2, weight_decay=0.1, **options)
     scheduler = LambdaLR(optim, lambda step: 1 - step / steps)
 
     data = Sequences(16 * steps)

@@ -75,17 +75,18 @@ def assign(
     Raises:
         ValueError: as `decide`.
     """
-    infos, finds_experts = infos_of(model), expert_keys == AUTO
+    finds_experts = expert_keys == AUTO
     keys = None if finds_experts else as_keys(expert_keys)
     arguments = model, is_muon_func, keys, as_keys(adamw_keys), convolutions
     decisions = decide(*arguments)
+    infos = infos_of(model)
     experts = stacked_experts(model, infos, decisions) if finds_experts else {}
     if experts:  # decide again: expert_keys may change what is taken for a head
         keys = list(dict.fromkeys(experts.values()))
         decisions = decide(model, is_muon_func, keys, as_keys(adamw_keys), convolutions)
-    undecided = _stacks(infos, decisions)
+    undecided: list[Undecided] = []
     if is_muon_func is default_is_muon:
-        undecided += _possible_heads(model, infos, decisions)
+        undecided = _stacks(model, infos, decisions) + _possible_heads(model, infos, decisions)
     if split == AUTO or isinstance(split, Mapping):
         given = {} if split == AUTO else dict(split)
         found, unknown = _fused(model, infos, decisions, given)
@@ -102,13 +103,15 @@ def assign(
     return Assignment(model, infos, decisions, keys, split, undecided)
 
 
-def _stacks(infos: ParamInfos, decisions: Iterable[Decision]) -> list[Undecided]:
+def _stacks(model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]) -> list[Undecided]:
     """Tensors of three dimensions that are neither convolutions nor known to be experts."""
     trained = sum(d.param.numel() for d in decisions if d.algorithm != "frozen")
+    experts = stacked_experts(model, infos, decisions)
     stacks = [
         d
         for d in decisions
         if is_left_by_dimensions(d)
+        and d.name not in experts
         and d.param.ndim == 3
         and not infos[id(d.param)][0].is_convolution
         and min(d.param.shape[-2:]) >= 8
@@ -128,6 +131,7 @@ def _possible_heads(
     return [
         Undecided("head", d.name, "may be an output head", "is_muon_func=…")
         for d in possible_heads(model, infos, decisions, muons)
+        if fused_in(model, infos[id(d.param)][0], d.param) is None
     ]
 
 

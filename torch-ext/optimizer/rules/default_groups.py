@@ -278,7 +278,8 @@ def get_default_muon_param_groups(
     """
     expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
     decisions = decide(model, is_muon_func, expert_keys, adamw_keys, convolutions)
-    left = {} if expert_keys == [] else stacked_experts(model, infos_of(model), decisions)
+    is_meant = expert_keys == [] or is_muon_func is not default_is_muon
+    left = {} if is_meant else stacked_experts(model, infos_of(model), decisions)
     problems = []
     if left:
         sizes = {d.name: d.param.numel() for d in decisions if d.algorithm != "frozen"}

@@ -8,7 +8,7 @@ modules, or from the shape, and count only if they add up to the rows.
 from __future__ import annotations
 
 import functools
-import re
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional, Union
@@ -86,17 +86,26 @@ def split_patterns(split: Mapping[str, Any], others: Iterable[str]) -> dict[str,
 
 def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
     """A few patterns that match all of the names and none of the others; else the names."""
-    components = [
-        component
-        for component in reversed(names[0].split("."))
-        if not (component.isdigit() or component in ("weight", "attn", "attention", "mlp"))
+    components = [[c] for c in reversed(names[0].split(".")) if not (c.isdigit() or c in _VAGUE)]
+    alike: dict[tuple[str, ...], list[list[str]]] = {}  # names that differ in indices alone
+    for split in (name.split(".") for name in names):
+        alike.setdefault(tuple("*" if c.isdigit() else c for c in split), []).append(split)
+    globs = [
+        ".".join(column[0] if len(set(column)) == 1 else "*" for column in zip(*together))
+        for together in alike.values()
     ]
-    globs = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
-    for patterns in (*([component] for component in components), globs):
+    letters = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*names))
+    start = "".join(column[0] for column in letters)
+    for patterns in (*components, globs, [f"{start}*"]):
         match_all = all(any(matches(name, p) for p in patterns) for name in names)
-        if match_all and not any(matches(name, p) for p in patterns for name in others):
+        match_others = any(matches(name, p) for p in patterns for name in others)
+        if match_all and not match_others and len(patterns) <= (len(names) + 1) // 2:
             return patterns
     return list(names)
+
+
+# Components that say little of what a weight holds.
+_VAGUE = {"weight", "attn", "attention", "mlp", "parametrizations", "original0", "original1"}
 
 
 def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:

@@ -25,14 +25,13 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     total = numel(subject.trainable)
     experts = stacked_experts(subject.model, subject.assignment.infos, subject.decisions)
     if experts:
-        keys = advice.applied_to(subject.options).get("expert_keys")
-        keys = [*keys, *dict.fromkeys(experts.values())] if keys else None
+        keys = advice.applied_to(subject.options).get("expert_keys") or ()
         yield Trap(
             "experts",
             f"{counted(experts, 'tensor')} of stacked experts left to AdamW",
             tuple(experts),
             "expert_keys tells that their first dimension counts matrices, each Muon's",
-            Remedy({"expert_keys": keys}, wording="" if keys else 'expert_keys="auto"'),
+            Remedy({"expert_keys": [*keys, *dict.fromkeys(experts.values())]}),
         )
     left = [d for d in subject.decisions if is_left_by_dimensions(d)]
     rest = [d for d in left if d.name not in experts]

@@ -145,7 +145,7 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             + did_you_mean(unmatched, names_of(subject.decisions)),
             Remedy({"expert_keys": rest or None}, wording=f"leave out {literal(unmatched)}"),
         )
-    split = subject.assignment.split
+    split = subject.options.get("split")
     names = [decision.key for decision in subject.by_algorithm("Muon")]
     patterns = split if isinstance(split, Mapping) else {}
     unmatched = [p for p in patterns if not any(matches(name, p) for name in names)]
@@ -181,7 +181,7 @@ def _refused(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         elif cause == "flatten":
             remedy = Remedy({"flatten": True}, wording="{}, or expert_keys=[…]")
         else:
-            split = subject.assignment.split
+            split = subject.options.get("split")
             patterns = split if isinstance(split, Mapping) else {}
             kept = [p for p in patterns if not any(matches(d.key, p) for d in decisions)]
             remedy = Remedy({"split": {p: patterns[p] for p in kept} or None}, wording="split=…")
@@ -233,10 +233,13 @@ def _undecided(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 def _whole(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Weights that hold several matrices, which the caller's ``split`` keeps whole."""
-    split, muons = subject.assignment.split, advice.muons(subject)
+    split = subject.assignment.split
     given = {} if split is None else split
     if not isinstance(given, Mapping):
         return
+    # "auto" finds what else there is, of what the advice makes Muon's, too.
+    is_kept = subject.options.get("split") is None
+    muons = advice.muons(subject) if is_kept else subject.by_algorithm("Muon")
     fused = {
         decision.name: found
         for decision in muons

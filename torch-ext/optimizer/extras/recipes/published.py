@@ -28,7 +28,8 @@ MOONLIGHT: dict[str, Any] = {
     "momentum_style": "classical",  # equation 1
     "ns_steps": 5,  # section 2.2: N = 5
     "ns_coefficients": "quintic",  # section 2.1, as Jordan et al. 2024
-    "ns_options": {"eps_absolute": 1e-7},  # not in the report: its repository's examples/toy_train.py
+    # Not in the report: its repository's examples/toy_train.py.
+    "ns_options": {"eps_absolute": 1e-7},
     "adjust_lr": "match_rms_adamw",  # equation 4: 0.2·sqrt(max(rows, cols))
     "weight_decay": 0.1,  # section 3.3, all stages
     "adamw_betas": (0.9, 0.95),  # not in the report: examples/toy_train.py
