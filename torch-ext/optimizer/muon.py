@@ -851,7 +851,7 @@ class Muon(torch.optim.Optimizer):
                 checkpoints.check_apart(states, self.state)
             own.update(map(id, checkpoints.tensors_of(self.state)))
             own.difference_update(map(id, self._store.unwritten_zeros()))
-            with _names_source(saved["param_groups"]):
+            with _suggesting_kind(saved["param_groups"]):
                 merged, by_param = self._check_saved(states, others, saved["param_groups"])
             loaded.update(by_param)
             return {**saved, "state": others, "param_groups": merged}
@@ -1066,13 +1066,13 @@ class Muon(torch.optim.Optimizer):
         self._offload.synchronize()
 
 
-def _names_source(saved_groups: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
+def _suggesting_kind(saved_groups: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
     """A context in which errors name another optimizer that wrote the checkpoint."""
     if all(checkpoints.OWN_KEY in group for group in saved_groups):
         return nullcontext()
-    from .extras.foreign_checkpoints.origin import names_source
+    from .extras.foreign_checkpoints.kinds import suggesting_kind
 
-    return names_source(saved_groups)
+    return suggesting_kind(saved_groups)
 
 
 def _has_gradient(group: Group) -> bool:

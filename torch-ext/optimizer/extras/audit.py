@@ -221,34 +221,34 @@ class Audit:
     def rows(self, record: StepRecord) -> dict[str, dict[str, Any]]:
         """This rank's share of `Report.steps`: norms whose squares add up over ranks."""
         rank, rows = record.plan.rank, dict[str, dict[str, Any]]()
-        copies: dict[tuple[str, str], int] = {}
+        copies: dict[str, dict[str, int]] = {}
         for entry in record.plan.entries:
+            sharding = entry.sharding
             rows[entry.name] = {
                 **dict.fromkeys(_SUMMED, 0.0),
-                **{
-                    "matrices": 0,
-                    "owners": [],
-                    "relative_rank": 0.0,
-                    "absent": entry.name in record.absent,
-                    "shape": list(entry.matrices.shape),
-                    "numel": math.prod(entry.matrices.shape),
-                    "is_plain": entry.sharding is None and not has_component(entry.name, _EXPERTS),
-                    "differs": False,
-                },
+                "matrices": 0,
+                "owners": [],
+                "relative_rank": 0.0,
+                "absent": entry.name in record.absent,
+                "shape": list(entry.matrices.shape),
+                "numel": math.prod(entry.matrices.shape),
+                "is_plain": sharding is None and not has_component(entry.name, _EXPERTS),
+                "differs": False,
                 "held_by": process_groups.key_of_ranks(
-                    (rank,) if entry.sharding is None else entry.sharding.ranks
+                    (rank,) if sharding is None else sharding.ranks
                 ),
             }
-            sharding = entry.sharding
-            holders = 1 if sharding is None else len(sharding.peers(rank, (), replicas=True))
             # Each replica adds its norms of the same weights. Where replicas divide the momentum,
             # each has norms of its own part of momentum and gradient.
-            for what in _SUMMED:
-                is_divided = entry.momentum_sharding is not None and what in _OF_MOMENTUM
-                copies[entry.name, what] = 1 if is_divided else holders
+            holders = 1 if sharding is None else len(sharding.peers(rank, (), replicas=True))
+            of_momentum = holders if entry.momentum_sharding is None else 1
+            copies[entry.name] = {
+                **dict.fromkeys(_SUMMED, holders),
+                **dict.fromkeys(_OF_MOMENTUM, of_momentum),
+            }
         for what, names, norms in record.norms:
             for name, norm in zip(names, norms.tolist()):
-                share = norm / math.sqrt(copies[name, what])
+                share = norm / math.sqrt(copies[name][what])
                 rows[name][what] = math.hypot(rows[name][what], share)
         for names, sides, norms in record.owned:
             for name, side, norm in zip(names, sides, norms.tolist()):
@@ -270,15 +270,16 @@ class Audit:
     def report(self) -> Report:
         """What the steps have done on all ranks. All ranks have to call this; they wait for the
         device, and send each other a few numbers for each matrix and step."""
-        mine = json.dumps(
-            [[self._rows_with_sigma(record) for record in self.steps], self._judged()]
-        )
+        rows = [self._rows_with_sigma(record) for record in self.steps]
+        mine = json.dumps([rows, self._suspects()])
         texts = _gather_texts(mine) if dtensors.world_size() > 1 else [mine]
-        everything = [json.loads(text) for text in texts]
-        steps = [_merged(rows) for rows in zip(*(steps for steps, _ in everything))]
-        columns = zip(*(lists for _, lists in everything))
-        judged = [sorted(set(chain.from_iterable(lists))) for lists in columns]
-        findings, counts = list(_findings(steps, *judged)), [len(steps) for steps, _ in everything]
+        steps_of_ranks, suspects_of_ranks = zip(*map(json.loads, texts))
+        steps = [_merged(of_ranks) for of_ranks in zip(*steps_of_ranks)]
+        suspects = {
+            key: sorted(set(chain.from_iterable(each[key] for each in suspects_of_ranks)))
+            for key in suspects_of_ranks[0]
+        }
+        findings, counts = list(_findings(steps, **suspects)), list(map(len, steps_of_ranks))
         if len(set(counts)) > 1:
             findings.insert(
                 0,
@@ -287,17 +288,16 @@ class Audit:
             )
         return Report(findings, steps)
 
-    def _judged(self) -> tuple[list[str], list[str], list[str], list[str]]:
-        """Names of this rank's parameters: of `_adamws`, of `_slabs`, rounded at random, and those
-        that may be embeddings or heads, with the reason."""
+    def _suspects(self) -> dict[str, list[str]]:
+        """Names of this rank's parameters, by arguments of `_findings`."""
         entries = self.steps[-1].plan.entries if self.steps else ()
-        at_random = [
-            entry.name
-            for entry in entries
-            if self._groups[entry.group].weight_rounding == "stochastic"
-        ]
-        tables = [f"{name} ({why})" for name, why in with_a_vocabulary(self._groups).items()]
-        return _adamws(self._groups), _slabs(self._groups, entries), at_random, tables
+        roundings = {entry.name: self._groups[entry.group].weight_rounding for entry in entries}
+        return {
+            "left_to_adamw": _left_to_adamw(self._groups),
+            "slabs": _slabs(self._groups, entries),
+            "at_random": [name for name, mode in roundings.items() if mode == "stochastic"],
+            "tables": [f"{n} ({why})" for n, why in with_a_vocabulary(self._groups).items()],
+        }
 
     def metrics(self) -> dict[str, float]:
         """See `Muon.metrics`."""
@@ -379,49 +379,49 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
 # -- findings ----------------------------------------------------------------------------------
 
 
-def _adamws(groups: Sequence[Group]) -> list[str]:
+def _left_to_adamw(groups: Sequence[Group]) -> list[str]:
     """Names of matrices that AdamW trains, while Muon trains others of the same name and shape in
     other layers, or the names of all that Muon could train where it trains none."""
-
-    def named(is_muon: bool) -> list[tuple[str, Tensor]]:
-        return [
-            (name, param)
-            for group in groups
-            if group.use_muon is is_muon
-            for name, param in zip(group.names or (), group.params)
-            if param.requires_grad
-        ]
 
     def kind(name: str, param: Tensor) -> tuple[str, torch.Size]:
         return re.sub(r"\d+", "*", name), param.shape
 
-    kinds = {kind(name, param) for name, param in named(True)}
-    left = [(name, param) for name, param in named(False) if default_is_muon(name, param)]
-    return [name for name, param in left if not kinds or kind(name, param) in kinds]
+    trained = [
+        (group.use_muon, name, param)
+        for group in groups
+        for name, param in zip(group.names or (), group.params)
+        if param.requires_grad
+    ]
+    kinds = {kind(name, param) for use_muon, name, param in trained if use_muon}
+    return [
+        name
+        for use_muon, name, param in trained
+        if not use_muon and default_is_muon(name, param)
+        if not kinds or kind(name, param) in kinds
+    ]
 
 
 def _slabs(groups: Sequence[Group], entries: Iterable[Entry]) -> list[str]:
     """Names of stacks of experts that AdamW trains, or that are read as one matrix."""
-    to_adamw = [
-        name
+    stacks = [
+        (group.use_muon, name)
         for group in groups
-        if not group.use_muon
         for name, param in zip(group.names or (), group.params)
-        if param.ndim > 2 and has_component(name, _EXPERTS)
+        if math.prod(param.shape[:-2]) > 1 and has_component(name, _EXPERTS)
     ]
-    return to_adamw + [
+    slabs = {
         entry.name
         for entry in entries
-        if has_component(entry.name, _EXPERTS)
-        and math.prod(groups[entry.group].params[entry.index].shape[:-2]) > 1
-        and len(entry.matrices.blocks) == 1
-        and math.prod(entry.matrices.shape[: entry.matrices.row_dim]) == 1
-        and math.prod(entry.matrices.blocks[0].shape[: entry.matrices.blocks[0].row_axis]) == 1
-    ]
+        if sum(math.prod(block.shape[: block.row_axis]) for block in entry.matrices.blocks) == 1
+    }
+    return [name for use_muon, name in stacks if not use_muon or name in slabs]
+
+
+Rows = Mapping[str, Mapping[str, Any]]  # one of `Report.steps`
 
 
 def _findings(
-    steps: Sequence[Mapping[str, Mapping[str, Any]]],
+    steps: Sequence[Rows],
     left_to_adamw: list[str],
     slabs: list[str],
     at_random: list[str],
@@ -431,7 +431,7 @@ def _findings(
 
     Args:
         steps: of `Report`.
-        left_to_adamw, slabs: names, see `_adamws` and `_slabs`.
+        left_to_adamw, slabs: names, see `_left_to_adamw` and `_slabs`.
         at_random: names of parameters that are rounded at random: what one step loses, another
             gains.
         tables: names of matrices that may be embeddings or heads, with the reason.
@@ -471,7 +471,7 @@ def _findings(
     yield from _findings_of_sizes(steps, names)
 
 
-def _findings_of_gradients(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
+def _findings_of_gradients(steps: Sequence[Rows]) -> Iterator[str]:
     """What is wrong with gradients of all matrices at once, or with numbers since some step."""
     totals = [
         [math.hypot(*(row[what] for row in rows.values())) for what in ("gradient", "momentum")]
@@ -505,9 +505,7 @@ def _is_finite(row: Mapping[str, Any]) -> bool:
     return all(math.isfinite(row[what]) for what in NORMS)
 
 
-def _findings_of_sizes(
-    steps: Sequence[Mapping[str, Mapping[str, Any]]], names: Sequence[str]
-) -> Iterator[str]:
+def _findings_of_sizes(steps: Sequence[Rows], names: Sequence[str]) -> Iterator[str]:
     """Updates that are too large for their weights; weights that begin at zero have no size."""
     changes = {
         name: median(_ratio(rows[name]["update"], rows[name]["weight"]) for rows in steps)
@@ -530,16 +528,16 @@ class _Check(NamedTuple):
     """What may be wrong with a matrix.
 
     Args:
-        is_so: whether a matrix has the fault, by its row in `Report.steps`.
-        in_all: whether it has to be so in all steps; else one is enough.
         what: the fault, in words.
         advice: what to do about it.
+        is_so: whether a matrix has the fault, by its row in `Report.steps`.
+        in_all: whether it has to be so in all steps; else one is enough.
     """
 
-    is_so: Callable[[Mapping[str, Any]], bool]
-    in_all: bool
     what: str
     advice: str
+    is_so: Callable[[Mapping[str, Any]], bool]
+    in_all: bool = True
 
 
 _TO_ADAMW = "AdamW trains these better: name them in adamw_keys of get_default_muon_param_groups"
@@ -557,53 +555,48 @@ def _is_flat(row: Mapping[str, Any]) -> bool:
 
 
 _LOSES = _Check(
+    f"have lost over {MOST_LOST:.0%} of an update to rounding",
+    'weight_rounding="exact" keeps it',
     lambda row: _ratio(row["lost"], row["update"]) > MOST_LOST,
     in_all=False,
-    what=f"have lost over {MOST_LOST:.0%} of an update to rounding",
-    advice='weight_rounding="exact" keeps it',
 )
 _CHECKS = (
     _Check(
+        "are plain tensors that have other weights on other ranks",
+        "Are gradients averaged? DDP does that, or grad_reduce with a process_group",
         lambda row: row["differs"],
         in_all=False,
-        what="are plain tensors that have other weights on other ranks",
-        advice="Are gradients averaged? DDP does that, or grad_reduce with a process_group",
     ),
     _Check(
+        "had no gradient",
+        "Are they of the model that is trained, and is zero_grad() after step()?",
         lambda row: row["absent"],
-        in_all=True,
-        what="had no gradient",
-        advice="Are they of the model that is trained, and is zero_grad() after step()?",
     ),
     _Check(
+        "had gradients of zeros",
+        "Is their part of the model detached or cut off?",
         lambda row: not row["absent"] and row["gradient"] == 0.0,
-        in_all=True,
-        what="had gradients of zeros",
-        advice="Is their part of the model detached or cut off?",
     ),
     _Check(
+        "did not change",
+        "Is lr zero, or too small for their dtype?",
         lambda row: row["gradient"] > 0.0 and row["change"] == 0.0,
-        in_all=True,
-        what="did not change",
-        advice="Is lr zero, or too small for their dtype?",
     ),
     _Check(
+        f"have updates of a rank under {SMALLEST_RANK:g} of their shorter side",
+        "Do gradients reach all of their rows?",
         _is_flat,
-        in_all=True,
-        what=f"have updates of a rank under {SMALLEST_RANK:g} of their shorter side",
-        advice="Do gradients reach all of their rows?",
     ),
     _Check(
+        f"had gradients that are zero in over {1 - LEAST_NONZERO:.0%} of their elements",
+        f"Are they embeddings? {_TO_ADAMW}",
         _is_sparse,
-        in_all=True,
-        what=f"had gradients that are zero in over {1 - LEAST_NONZERO:.0%} of their elements",
-        advice=f"Are they embeddings? {_TO_ADAMW}",
     ),
     _Check(
+        f"have updates with singular values above {LARGEST_SIGMA:g}",
+        "Do ns_coefficients diverge?",
         lambda row: row.get("sigma", [0.0])[-1] > LARGEST_SIGMA,
         in_all=False,
-        what=f"have updates with singular values above {LARGEST_SIGMA:g}",
-        advice="Do ns_coefficients diverge?",
     ),
     _LOSES,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import adamw
 from ..async_utils import Do, Event
 from ..distributed import dtensors, regions, zero2
-from ..distributed.chunks import MOMENT_BYTES
+from ..distributed.chunks import MOMENT_BYTES, Chunk
 from ..distributed.plan import Entry, Lane, Plan, Unit
 from ..distributed.replicas import is_divided
 from ..parameters.options import Group, Settings
@@ -130,9 +130,7 @@ def summarize(
                 ranks = len(settings.replicas.ranks)
                 placement = f"on each of {ranks} ranks"
                 if settings.zero2_replicas is not None and param.requires_grad:
-                    divided = group.use_muon or is_divided(param.shape, ranks)
-                    gathered = divided and not group.use_muon  # the rows that AdamW has updated
-                    sent = _bytes_of_zero2(param, divided, gathered, ranks)
+                    sent = _bytes_of_zero2(param, group.use_muon, ranks)
                     averaging += sent
                     traffic = round(sent * ranks)
             rows[number, index] = {
@@ -184,13 +182,7 @@ def _totals(
     plan: Plan, loads: Mapping[tuple[int, ...], Counter[int]], averaging: int, state: str
 ) -> dict[str, Any]:
     """What this rank does; in ``averaging`` it sends, and receives, so many bytes."""
-    chunks = [(chunk, lane) for lane in plan.lanes for chunk in lane.chunks]
-    sent = received = 0
-    for chunk, lane in chunks:
-        moments = (len(lane.peers) - 1) * chunk.moments_slot * MOMENT_BYTES
-        size, gather, scatter = lane.wire.itemsize, chunk.gather, chunk.scatter
-        sent += sum((*gather.sent, *scatter.sent)) * size + moments
-        received += sum((*gather.received, *scatter.received)) * size + moments
+    chunks = [_bytes_of_chunk(lane, chunk) for lane in plan.lanes for chunk in lane.chunks]
     balances = (
         max(load.values()) * len(peers) / sum(load.values())
         for peers, load in loads.items()
@@ -198,8 +190,8 @@ def _totals(
     )
     return {
         "flops": sum(load[plan.rank] for load in loads.values()),
-        "sent_bytes": sent + averaging,
-        "received_bytes": received + averaging,
+        "sent_bytes": averaging + sum(gather + scatter for gather, scatter, _ in chunks),
+        "received_bytes": averaging + sum(received for _, _, received in chunks),
         "chunks": len(chunks),
         "in_flight": max((lane.in_flight for lane in plan.lanes), default=0),
         "balance": max(balances, default=1.0),
@@ -207,32 +199,37 @@ def _totals(
     }
 
 
+def _bytes_of_chunk(lane: Lane, chunk: Chunk) -> tuple[int, int, int]:
+    """Bytes that this rank sends to gather a chunk and to scatter it, and that it receives."""
+    size, moments = lane.wire.itemsize, (len(lane.peers) - 1) * chunk.moments_slot * MOMENT_BYTES
+    received = sum((*chunk.gather.received, *chunk.scatter.received)) * size + moments
+    return sum(chunk.gather.sent) * size, sum(chunk.scatter.sent) * size + moments, received
+
+
+# What events without a chunk are done to, by the number of the event.
+_OBJECTS = {Do.AVERAGE: "bucket {}", Do.ADAMW: "part {}", Do.SHARE_ROWS: "group {} of AdamW's"}
+
+
 def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
     """The events of a step of a plan, as `Summary.schedule` has them."""
     rows = []
     for event in schedule:
-        row: dict[str, Any] = {"event": event.do.value, "what": ""}
-        row.update(matrices=0, flops=0, sent_bytes=0)
-        if event.do is Do.AVERAGE:
-            row["what"] = f"bucket {event.number}"
-        elif event.do is Do.ADAMW:
-            row["what"] = f"part {event.number}"
-        elif event.do is Do.SHARE_ROWS:
-            row["what"] = f"group {event.number} of AdamW's"
-        else:
-            lane = plan.all_lanes[event.lane]
-            of_ranks = f"of {_ranks(lane.peers)}" if len(lane.peers) > 1 else "without traffic"
-            chunk = lane.chunks[event.number]
-            row["what"] = f"chunk {event.number} {of_ranks}"
-            if event.do is Do.GATHER:
-                row["sent_bytes"] = sum(chunk.gather.sent) * lane.wire.itemsize
-            elif event.do is Do.ORTHOGONALIZE:
-                moments = (len(lane.peers) - 1) * chunk.moments_slot * MOMENT_BYTES
-                row["sent_bytes"] = sum(chunk.scatter.sent) * lane.wire.itemsize + moments
-                for batch in chunk.batches:
-                    row["matrices"] += batch.matrix_count
-                    row["flops"] += plan.flops(batch)
+        row = {"event": event.do.value, "what": "", "matrices": 0, "flops": 0, "sent_bytes": 0}
         rows.append(row)
+        if event.do in _OBJECTS:
+            row["what"] = _OBJECTS[event.do].format(event.number)
+            continue
+        lane = plan.all_lanes[event.lane]
+        chunk = lane.chunks[event.number]
+        of_ranks = f"of {_ranks(lane.peers)}" if len(lane.peers) > 1 else "without traffic"
+        row["what"] = f"chunk {event.number} {of_ranks}"
+        gathered, scattered, _ = _bytes_of_chunk(lane, chunk)
+        if event.do is Do.GATHER:
+            row["sent_bytes"] = gathered
+        elif event.do is Do.ORTHOGONALIZE:
+            row["sent_bytes"] = scattered
+            row["matrices"] = sum(batch.matrices for batch in chunk.batches)
+            row["flops"] = sum(map(plan.flops, chunk.batches))
     return rows
 
 
@@ -366,13 +363,13 @@ def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
     return reasons
 
 
-def _bytes_of_zero2(param: Tensor, divided: bool, gathered: bool, ranks: int) -> float:
-    """Bytes that each rank sends to average a parameter's gradient, and to gather its rows if they
-    are ``gathered``."""
+def _bytes_of_zero2(param: Tensor, use_muon: bool, ranks: int) -> float:
+    """Bytes that each rank sends to average a gradient, and to gather rows that AdamW updates."""
+    divided = use_muon or is_divided(param.shape, ranks)
     gradient = zero2.gradient_in_bucket(param, divided, ranks)
     size = (ranks - 1) * gradient.slot_numel(ranks) * gradient.dtype.itemsize
     sent = float(size) if gradient.in_slots else 2 * size / ranks
-    if gathered:
+    if divided and not use_muon:
         rows = zero2.BucketTensor(gradient.shape, param.dtype, param.device, True)
         sent += (ranks - 1) * rows.slot_numel(ranks) * param.dtype.itemsize
     return sent

@@ -47,6 +47,6 @@ Example:
 """
 
 from .conversion import to_state_dict
-from .sources import KINDS
+from .kinds import KINDS
 
 __all__ = ["KINDS", "to_state_dict"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable, Optional
 
@@ -16,17 +17,23 @@ from ...parameters.validation import warn
 from ...state.specs import Spec, specs_of
 from . import keller_jordan, nanochat, per_parameter
 from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW
-from .matching import Position, SavedState, TargetOptimizer, TargetParam, target_optimizer
+from .matching import (
+    Position,
+    SavedState,
+    TargetParam,
+    match_groups,
+    targets_in_order,
+    targets_of,
+)
 from .sources import SourceOptimizer, read_sources
 
-# Of each kind, what reads a checkpoint, and which groups are one group of the source.
-_READERS: dict[str, tuple[Callable[..., list[SavedState]], Callable[..., list[list[int]]]]] = {
-    "torch_muon": (per_parameter.read_torch, per_parameter.keep_groups),
-    "torch_adamw": (per_parameter.read_torch, per_parameter.keep_groups),
-    "motif": (per_parameter.read_motif, per_parameter.keep_groups),
-    "llamafactory": (per_parameter.read_moonlight, per_parameter.merge_groups),
-    "nanochat": (nanochat.read, per_parameter.keep_groups),
-    "keller_jordan": (keller_jordan.read, keller_jordan.merge_convolutions),
+_READERS: dict[str, Callable[..., list[SavedState]]] = {
+    "torch_muon": per_parameter.read_torch,
+    "torch_adamw": per_parameter.read_torch,
+    "motif": per_parameter.read_motif,
+    "llamafactory": per_parameter.read_moonlight,
+    "nanochat": nanochat.read,
+    "keller_jordan": keller_jordan.read,
 }
 
 
@@ -56,12 +63,19 @@ def to_state_dict(
         ValueError: whatever does not fit.
     """
     sources, anew = read_sources(states, kind)
-    read, to_source_groups = _READERS[kind]
-    optimizer = target_optimizer(groups, names, params, to_source_groups(groups))
-    saved_states = [saved for source in sources for saved in read(source, optimizer)]
+    of_groups = targets_of(groups, names)
+    targets = list(itertools.chain.from_iterable(of_groups))
+    ordered = None if params is None else targets_in_order(params, targets)
+    if kind == "llamafactory":  # which has one group
+        of_groups = [targets]
+    elif kind == "keller_jordan":
+        of_groups = keller_jordan.merge_convolutions(groups, of_groups)
+    saved_states: list[SavedState] = []
+    for source in sources:
+        saved_states += _READERS[kind](source, match_groups(source, of_groups, ordered))
     _warn_of_amsgrad(sources)
     by_position = _by_position(saved_states, kind)
-    _check_complete(by_position, optimizer, groups, sources, anew)
+    _check_complete(by_position, targets, sources, anew)
 
     state: dict[int, dict[str, Any]] = {}
     new_groups: list[dict[str, Any]] = []
@@ -112,17 +126,16 @@ def _by_position(saved_states: Sequence[SavedState], kind: str) -> dict[Position
 
 def _check_complete(
     by_position: Mapping[Position, SavedState],
-    optimizer: TargetOptimizer,
-    groups: Sequence[Group],
+    targets: Sequence[TargetParam],
     sources: Sequence[SourceOptimizer],
     anew: Sequence[bool],
 ) -> None:
     """Checks that each trainable parameter has saved state, unless it is to start anew."""
-    missing: list[TargetParam] = [
+    missing = [
         target
-        for group, targets in zip(groups, optimizer.groups)
-        for param, target in zip(group.params, targets)
-        if param.requires_grad
+        for target in targets
+        if target.param is not None
+        and target.param.requires_grad
         and target.use_muon not in anew
         and target.position not in by_position
     ]

@@ -1,83 +1,66 @@
 """Reads Keller Jordan's checkpoints: each rank saves the momentum of what it updates.
 
 A rank updates the parameters of a group at positions rank, rank + world size, … AdamW's state,
-where there is any, is the same on all ranks. The order of a group:
-
-- ``Muon``, ``MuonWithAuxAdam``: parameters by size, largest first, equal ones in order.
-- ``SingleDeviceMuon``, ``SingleDeviceMuonWithAuxAdam``: as given.
-- ``Muon`` of an earlier release: a group for each number of elements, of the parameters as given;
-  it has an ``update_buffer`` (world size, number of elements).
+where there is any, is the same on all ranks. ``Muon`` and ``MuonWithAuxAdam`` have the parameters
+of a group by size, largest first, equal ones in order; ``SingleDeviceMuon`` and
+``SingleDeviceMuonWithAuxAdam`` as given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Optional
 
 from torch import Tensor
 
 from ...parameters.options import Group
-from . import matching
-from .hyperparameters import convert_options
-from .matching import SavedState, Shape, TargetOptimizer, TargetParam
-from .per_parameter import read_param, saved_params
+from .matching import SavedState, Shape, TargetParam, Targets, check_names
+from .per_parameter import read_param
 from .sources import SavedGroup, SourceOptimizer
 
 
-def merge_convolutions(groups: Sequence[Group]) -> list[list[int]]:
-    """`presets.keller_jordan` puts convolutions into a group after that of their matrices."""
-    source_groups: list[list[int]] = []
-    for number, group in enumerate(groups):
-        is_convolutions = (
-            group.use_muon
-            and group.adjust_lr == "none"
-            and len(group.params) > 0
-            and all(param.ndim == 4 for param in group.params)
-        )
-        if is_convolutions and number > 0 and groups[number - 1].use_muon:
-            source_groups[-1].append(number)
+def merge_convolutions(groups: Sequence[Group], targets: Targets) -> list[list[TargetParam]]:
+    """The parameters of groups by groups of the source: `presets.keller_jordan` puts convolutions
+    into a group after that of their matrices."""
+    merged: list[list[TargetParam]] = []
+    follows_muon = False
+    for group, of_group in zip(groups, targets):
+        is_kernels = group.adjust_lr == "none" and {p.ndim for p in group.params} == {4}
+        if follows_muon and group.use_muon and is_kernels:
+            merged[-1].extend(of_group)
         else:
-            source_groups.append([number])
-    return source_groups
+            merged.append(list(of_group))
+        follows_muon = group.use_muon
+    return merged
 
 
-def read(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
+def read(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
     """The momentum of each parameter from the rank that updates it, AdamW's state from the first.
 
     Raises:
-        ValueError: that rank does not have the momentum.
+        ValueError: that rank does not have the momentum, or ranks differ in steps of AdamW.
     """
-    if any("update_buffer" in group.options for group in source.groups):
-        matched = _match_by_numel(source, optimizer)
-    else:
-        matched = [
-            _in_saved_order(source, group, targets)
-            if group.options.get("use_muon", source.use_muon)
-            else targets
-            for group, targets in zip(source.groups, matching.match_groups(source, optimizer))
-        ]
-    matching.check_names(source, matched)
+    are_muons = [bool(g.options.get("use_muon", source.use_muon)) for g in source.groups]
+    ordered = [
+        _in_saved_order(source, group, targets) if is_muon else targets
+        for group, targets, is_muon in zip(source.groups, matched, are_muons)
+    ]
+    check_names(source, ordered)
     saved_states = []
-    for group, index, target in saved_params(source, matched):
-        is_muon = bool(group.options.get("use_muon", source.use_muon))
-        options = convert_options(group.options, is_muon)
-        if is_muon:
-            rank = _updating_rank(source, group, index)
-            saved = read_param(source, group, index, target, True, "ema", options, rank)
-        else:
-            saved = _read_replicated(source, group, index, target, options)
-        saved_states.append(saved)
+    for group, targets, is_muon in zip(source.groups, ordered, are_muons):
+        for index, target in enumerate(targets):
+            rank = _updating_rank(source, group, index) if is_muon else 0
+            if not is_muon:
+                _check_replicated(source, group, index)
+            saved_states.append(read_param(source, group, index, target, is_muon, "ema", rank))
     return saved_states
 
 
 def _updating_rank(source: SourceOptimizer, group: SavedGroup, index: int) -> int:
     """The rank that has the momentum of a parameter; ranks take those of a group in turns."""
-    world, saved_id = len(source.ranks), group.ids[index]
-    momenta = [rank.param_state(saved_id).get("momentum_buffer") for rank in source.ranks]
-    ranks = [rank for rank, momentum in enumerate(momenta) if momentum is not None]
-    buffer = group.options.get("update_buffer")
-    saved_world = buffer.shape[0] if isinstance(buffer, Tensor) and buffer.ndim == 2 else world
-    if saved_world != world or (ranks != [index % world] and not source.is_fresh):
+    world, states = len(source.states), source.param_states(group, index)
+    ranks = [rank for rank in range(world) if states[rank].get("momentum_buffer") is not None]
+    if ranks != [index % world] and not source.is_fresh:
         raise ValueError(
             f"the momentum of {source.label(group, index)} should be in the state dict of "
             f"rank {index % world} of {world} alone, but is in those of {ranks or 'none'}: give "
@@ -86,26 +69,14 @@ def _updating_rank(source: SourceOptimizer, group: SavedGroup, index: int) -> in
     return index % world
 
 
-def _read_replicated(
-    source: SourceOptimizer,
-    group: SavedGroup,
-    index: int,
-    target: TargetParam,
-    options: Mapping[str, Any],
-) -> SavedState:
-    """AdamW's state of one parameter, which is the same on all ranks.
-
-    Raises:
-        ValueError: it is not.
-    """
-    counts = (rank.param_state(group.ids[index]).get("step") for rank in source.ranks)
+def _check_replicated(source: SourceOptimizer, group: SavedGroup, index: int) -> None:
+    counts = [state.get("step") for state in source.param_states(group, index)]
     steps = {None if step is None else float(step) for step in counts}
     if len(steps) > 1:
         raise ValueError(
             f"{source.label(group, index)} has been stepped {steps} times on different ranks: "
             "give the state dicts of one checkpoint"
         )
-    return read_param(source, group, index, target, False, "ema", options)
 
 
 def _in_saved_order(
@@ -117,7 +88,7 @@ def _in_saved_order(
     """
     if source.is_fresh:
         return list(targets)
-    shapes = [_momentum_shape(source, saved_id) for saved_id in group.ids]
+    shapes = [_momentum_shape(source, group, index) for index in range(len(targets))]
     by_size = sorted(targets, key=lambda target: target.shape or (), reverse=True)
     kernels = iter([target for target in targets if len(target.shape or ()) == 4])
     matrices = iter([target for target in targets if len(target.shape or ()) != 4])
@@ -134,37 +105,10 @@ def _in_saved_order(
     )
 
 
-def _momentum_shape(source: SourceOptimizer, saved_id: Any) -> Optional[Shape]:
+def _momentum_shape(source: SourceOptimizer, group: SavedGroup, index: int) -> Optional[Shape]:
     """The shape of one parameter's momentum, whichever rank has it."""
-    for rank in source.ranks:
-        buffer = rank.param_state(saved_id).get("momentum_buffer")
+    for state in source.param_states(group, index):
+        buffer = state.get("momentum_buffer")
         if isinstance(buffer, Tensor):
             return tuple(buffer.shape)
     return None
-
-
-def _match_by_numel(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[list[TargetParam]]:
-    """The parameters by number of elements, in the order in which they were given.
-
-    Raises:
-        ValueError: the checkpoint's groups have other sizes.
-    """
-    ordered = optimizer.ordered(source.use_muon)
-    matched: list[list[TargetParam]] = []
-    for number, group in enumerate(source.groups):
-        buffer = group.options.get("update_buffer")
-        numel = buffer.shape[1] if isinstance(buffer, Tensor) and buffer.ndim == 2 else -1
-        targets = [target for target in ordered if target.numel == numel]
-        if len(targets) != len(group.ids):
-            raise ValueError(
-                f"group {number} of {source.where} has {len(group.ids)} parameters of "
-                f"{numel} elements, where this optimizer has {len(targets)}: give the same ones, "
-                "or params=, the parameters in the order in which the other optimizer was given "
-                "them"
-            )
-        matched.append(targets)
-    if sum(map(len, matched)) != len(ordered):
-        in_groups = {target for group in matched for target in group}
-        name = next(target.name for target in ordered if target not in in_groups)
-        raise ValueError(f"{source.where} has no parameter of the size of {name}")
-    return matched

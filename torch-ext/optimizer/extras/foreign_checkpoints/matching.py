@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -18,27 +17,31 @@ Shape = tuple[int, ...]
 Position = tuple[int, int]  # a group of this optimizer, and an index in it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TargetParam:
     """A parameter that gets state from a checkpoint, or a name that the optimizer does not have.
 
     Args:
         name: what messages call it.
         fqn: its name in its group, where it has one.
-        shape: of the whole tensor; None of a name that no group of the optimizer has.
+        param: the parameter; None if there is only the name.
         position: None where no group of the optimizer has the parameter.
         use_muon: whether it is Muon's.
     """
 
     name: str
     fqn: Optional[str]
-    shape: Optional[Shape] = None
+    param: Optional[Tensor] = None
     position: Optional[Position] = None
     use_muon: Optional[bool] = None
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape) if self.shape is not None else -1
+    def shape(self) -> Optional[Shape]:
+        """Of the whole tensor."""
+        return None if self.param is None else tuple(self.param.shape)
+
+
+Targets = Sequence[Sequence[TargetParam]]  # by groups, of this optimizer or of a source
 
 
 @dataclass(frozen=True)
@@ -63,58 +66,14 @@ class SavedState:
     options: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class TargetOptimizer:
-    """The optimizer that gets the state: its parameters.
-
-    Args:
-        groups: the parameters of each group.
-        source_groups: numbers of groups that are one group of the source.
-        params: the parameters in the order in which the source was given them; None if the user
-            has not given them.
-    """
-
-    groups: Sequence[Sequence[TargetParam]]
-    source_groups: Sequence[Sequence[int]]
-    params: Optional[Sequence[TargetParam]]
-
-    def grouped(self, use_muon: Optional[bool]) -> list[list[TargetParam]]:
-        """The parameters of Muon, of AdamW or, for None, of both, by groups of the source; without
-        groups that have none."""
-        groups = [[t for n in numbers for t in self.groups[n]] for numbers in self.source_groups]
-        chosen = [[t for t in group if use_muon in (None, t.use_muon)] for group in groups]
-        return [group for group in chosen if group]
-
-    def ordered(self, use_muon: Optional[bool]) -> list[TargetParam]:
-        """The parameters of `grouped` in one list, in the order of ``params``, else of groups."""
-        if self.params is not None:
-            return [target for target in self.params if use_muon in (None, target.use_muon)]
-        return [target for group in self.grouped(use_muon) for target in group]
-
-
-def target_optimizer(
-    groups: Sequence[Group],
-    names: Sequence[Sequence[str]],
-    params: Optional[Iterable[Any]],
-    source_groups: Sequence[Sequence[int]],
-) -> TargetOptimizer:
-    """The parameters of an optimizer.
-
-    Args:
-        groups: of the optimizer.
-        names: what messages call their parameters.
-        params: as the user gave them, in order: tensors, (name, tensor) pairs, or names.
-        source_groups: see `TargetOptimizer`.
-
-    Raises:
-        ValueError: ``params`` holds something else, or something twice.
-    """
-    targets = [
+def targets_of(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> list[list[TargetParam]]:
+    """The parameters of each group of an optimizer, which messages call ``names``."""
+    return [
         [
             TargetParam(
                 names[number][index],
                 group.names[index] if group.names is not None else None,
-                tuple(param.shape),
+                param,
                 (number, index),
                 group.use_muon,
             )
@@ -122,20 +81,22 @@ def target_optimizer(
         ]
         for number, group in enumerate(groups)
     ]
-    ordered = None if params is None else _in_order(params, groups, targets)
-    return TargetOptimizer(targets, source_groups, ordered)
 
 
-def _in_order(
-    params: Iterable[Any], groups: Sequence[Group], targets: Sequence[Sequence[TargetParam]]
-) -> list[TargetParam]:
-    by_id = {
-        id(param): targets[number][index]
-        for number, group in enumerate(groups)
-        for index, param in enumerate(group.params)
-    }
-    by_name = {target.fqn: target for group in targets for target in group if target.fqn}
-    find = find_name(target.fqn for group in targets for target in group if target.fqn)
+def targets_in_order(params: Iterable[Any], targets: Iterable[TargetParam]) -> list[TargetParam]:
+    """The parameters in the order in which the user gave them.
+
+    Args:
+        params: tensors, (name, tensor) pairs, or names.
+        targets: all parameters of the optimizer.
+
+    Raises:
+        ValueError: ``params`` holds something else, or something twice.
+    """
+    targets = list(targets)
+    by_id = {id(target.param): target for target in targets}
+    by_name = {target.fqn: target for target in targets if target.fqn}
+    find = find_name(by_name)
     ordered: dict[Any, TargetParam] = {}  # by name or id
     for item in params:
         name, param = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
@@ -144,7 +105,7 @@ def _in_order(
             target = by_name.get(key) or TargetParam(param, key)
         elif isinstance(param, Tensor):
             key = id(param)
-            stranger = TargetParam(name or f"params[{len(ordered)}]", name, tuple(param.shape))
+            stranger = TargetParam(name or f"params[{len(ordered)}]", name, param)
             target = by_id.get(key) or stranger
         else:
             raise ValueError(
@@ -157,57 +118,57 @@ def _in_order(
     return list(ordered.values())
 
 
-def match_groups(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[list[TargetParam]]:
+def match_groups(
+    source: SourceOptimizer,
+    groups: Targets,
+    params: Optional[Sequence[TargetParam]],
+) -> list[list[TargetParam]]:
     """The parameters of each group of a source, in its order.
+
+    Args:
+        source: of the checkpoint.
+        groups: the optimizer's parameters, by groups of the source.
+        params: those that the source was given, in order; None if the user does not say.
 
     Raises:
         ValueError: neither names nor order tell which they are.
     """
-    targets = [target for group in optimizer.groups for target in group]
-    has_names = all(target.fqn is not None for target in targets) and all(
-        group.names is not None for group in source.groups
-    )
-    if has_names and optimizer.params is None:
-        by_name = {target.fqn: target for target in targets}
-        find = find_name(target.fqn for target in targets if target.fqn)
-        return [
-            [by_name.get(find(name)) or TargetParam(name, name) for name in group.names or ()]
-            for group in source.groups
-        ]
     lengths = [len(group.ids) for group in source.groups]
-    if optimizer.params is not None:
-        return cut(optimizer.ordered(source.use_muon), lengths, source)
-    groups = optimizer.grouped(source.use_muon)
-    if [len(group) for group in groups] != [length for length in lengths if length]:
-        raise ValueError(
-            f"{source.where} has groups of {lengths} parameters, where this optimizer has "
-            f"{[len(group) for group in groups]}: make its groups by the preset of that source, in "
-            "the same order, or give params=, the parameters in the order in which the other "
-            "optimizer was given them"
-        )
-    rest = iter(groups)
-    matched = [next(rest) if length else [] for length in lengths]
+    if params is not None:
+        chosen = [target for target in params if source.use_muon in (None, target.use_muon)]
+        if len(chosen) != sum(lengths):
+            raise ValueError(
+                f"{source.where} has {sum(lengths)} parameters in its groups, where {len(chosen)} "
+                "are given: params= takes all of them, in the order in which the other optimizer "
+                "was given them"
+            )
+    else:
+        targets = list(itertools.chain.from_iterable(groups))
+        by_name = {target.fqn: target for target in targets if target.fqn is not None}
+        saved_names = [group.names for group in source.groups if group.names is not None]
+        if all(t.fqn is not None for t in targets) and len(saved_names) == len(lengths):
+            find = find_name(by_name)
+            return [
+                [by_name.get(find(name) or name) or TargetParam(name, name) for name in names]
+                for names in saved_names
+            ]
+        of_source = [[t for t in g if source.use_muon in (None, t.use_muon)] for g in groups]
+        found = [len(group) for group in of_source if group]
+        if found != [length for length in lengths if length]:
+            raise ValueError(
+                f"{source.where} has groups of {lengths} parameters, where this optimizer has "
+                f"{found}: make its groups by the preset of that source, in the same order, or "
+                "give params=, the parameters in the order in which the other optimizer was given "
+                "them"
+            )
+        chosen = list(itertools.chain.from_iterable(of_source))
+    rest = iter(chosen)
+    matched = [list(itertools.islice(rest, length)) for length in lengths]
     check_names(source, matched)
     return matched
 
 
-def cut(
-    ordered: Sequence[TargetParam], lengths: Sequence[int], source: SourceOptimizer
-) -> list[list[TargetParam]]:
-    """A list of parameters as groups of ``lengths``."""
-    if len(ordered) != sum(lengths):
-        raise ValueError(
-            f"{source.where} has {sum(lengths)} parameters in its groups, where {len(ordered)} are "
-            "given: params= takes all of them, in the order in which the other optimizer was given "
-            "them"
-        )
-    rest = iter(ordered)
-    groups = [list(itertools.islice(rest, length)) for length in lengths]
-    check_names(source, groups)
-    return groups
-
-
-def check_names(source: SourceOptimizer, groups: Sequence[Sequence[TargetParam]]) -> None:
+def check_names(source: SourceOptimizer, groups: Targets) -> None:
     """Checks that parameters matched by order have the names that the checkpoint has for them."""
     for group, targets in zip(source.groups, groups):
         for name, target in zip(group.names or (), targets):

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from .hyperparameters import convert_options
-from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
-from .per_parameter import ADAMW_KEYS, pick
+from .matching import SavedState, TargetParam, Targets
+from .per_parameter import ADAMW_KEYS, select
 from .sources import SavedGroup, SourceOptimizer
 
 _STACKS = ("momentum_buffer", "second_momentum_buffer")
 
 
-def read(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
+def read(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
     saved_states = []
-    for group, targets in zip(source.groups, match_groups(source, optimizer)):
+    for group, targets in zip(source.groups, matched):
         if not targets:
             continue
         if group.options["kind"] == "muon":
@@ -43,33 +43,31 @@ def _unstack(
     Raises:
         ValueError: ranks' stacks are missing, or in another order, or not of these matrices.
     """
-    stacks = [pick(rank.param_state(group.ids[0]), _STACKS) for rank in source.ranks]
-    length = -(-len(targets) // len(source.ranks))  # of a rank's stack
+    stacks = [select(param_state, _STACKS) for param_state in source.param_states(group, 0)]
+    world, length = len(stacks), -(-len(targets) // len(stacks))  # length of a rank's stack
     name = source.label(group, 0)
-    for (state_dict, stack), key in itertools.product(zip(source.ranks, stacks), _STACKS):
-        value = stack.get(key)
-        is_complete = isinstance(value, Tensor) and value.ndim >= 3 and len(value) == length
-        if not is_complete and not source.is_fresh:
+    for rank, key in itertools.product(range(world), () if source.is_fresh else _STACKS):
+        value = stacks[rank].get(key)
+        if not isinstance(value, Tensor) or value.ndim < 3 or len(value) != length:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{key} of {name} of {state_dict.where} should stack {length} of "
-                f"{len(group.ids)} matrices, as each of {len(source.ranks)} ranks has them, found "
-                f"{shape}: give the state dicts of all ranks, in their order"
+                f"{key} of {name} of {source.wheres[rank]} should stack {length} of "
+                f"{len(group.ids)} matrices, as each of {world} ranks has them, found {shape}: "
+                "give the state dicts of all ranks, in their order"
             )
-    for number in range(len(targets), length * len(source.ranks)):
+    for number in range(len(targets), length * world):
         rank, row = divmod(number, length)
         if stacks[rank] and bool(stacks[rank]["momentum_buffer"][row].any()):
             raise ValueError(
-                f"{source.ranks[rank].where} has momentum after the {len(targets)} matrices of "
-                f"{name}, where the last ranks have zeros: give the state dicts in the order of "
-                "the ranks"
+                f"{source.wheres[rank]} has momentum after the {len(targets)} matrices of {name}, "
+                "where the last ranks have zeros: give the state dicts in the order of the ranks"
             )
+    options = convert_options(group.options, is_muon=True)
     saved_states = []
     for number, target in enumerate(targets):
         rank, row = divmod(number, length)
-        where = f"matrix {row} of {name} of {source.ranks[rank].where}"
+        where = f"matrix {row} of {name} of {source.wheres[rank]}"
         state = {key: stack[row] for key, stack in stacks[rank].items()}
-        options = convert_options(group.options, is_muon=True)
         saved_states.append(SavedState(target, where, True, "ema", state, options))
     return saved_states
 
@@ -82,9 +80,8 @@ def _join_rows(
     Raises:
         ValueError: ranks have stepped it differently.
     """
-    world = len(source.ranks)
-    where = f"{source.label(group, index)} of {source.where}"
-    states = [pick(rank.param_state(group.ids[index]), ADAMW_KEYS) for rank in source.ranks]
+    states = [select(each, ADAMW_KEYS) for each in source.param_states(group, index)]
+    world, where = len(states), f"{source.label(group, index)} of {source.where}"
     steps = {float(state["step"]) if "step" in state else None for state in states}
     if len(steps) > 1 or len({frozenset(state) for state in states}) > 1:
         raise ValueError(
@@ -92,21 +89,18 @@ def _join_rows(
             "checkpoint"
         )
     joined = dict(states[0])
-    for key in ("exp_avg", "exp_avg_sq"):
-        slices = [state.get(key) for state in states]
+    for key in joined.keys() - {"step"}:
+        slices = [state[key] for state in states]
         if world > 1 and all(
-            isinstance(rows, Tensor)
-            and rows.ndim > 0
-            and (rows.shape[0] * world, *rows.shape[1:]) == target.shape
+            rows.ndim > 0 and (rows.shape[0] * world, *rows.shape[1:]) == target.shape
             for rows in slices
         ):
-            joined[key] = torch.cat(slices)  # type: ignore[arg-type]
-        value = joined.get(key)
-        if isinstance(value, Tensor) and target.shape not in (None, tuple(value.shape)):
+            joined[key] = torch.cat(slices)
+        if target.shape not in (None, tuple(joined[key].shape)):
             raise ValueError(
-                f"{key} of {target.name}, {where}, has shape {tuple(value.shape)}, neither that of "
-                f"the parameter, {target.shape}, nor that of an equal part of its rows on each of "
-                f"{world} ranks: give the state dicts of all ranks, in their order"
+                f"{key} of {target.name}, {where}, has shape {tuple(joined[key].shape)}, neither "
+                f"that of the parameter, {target.shape}, nor that of an equal part of its rows on "
+                f"each of {world} ranks: give the state dicts of all ranks, in their order"
             )
     options = convert_options(group.options, is_muon=False)
     return SavedState(target, where, False, "ema", joined, options)

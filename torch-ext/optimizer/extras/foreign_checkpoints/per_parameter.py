@@ -10,30 +10,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...parameters.options import Group
 from ...state.checkpoints import MOTIFS_NAMES
 from .hyperparameters import convert_options
-from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
+from .matching import SavedState, TargetParam, Targets
 from .sources import SavedGroup, SourceOptimizer
 
 MUON_KEYS = ("momentum_buffer",)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def keep_groups(groups: Sequence[Group]) -> list[list[int]]:
-    """Each group is one of the source: its preset keeps groups as they are."""
-    return [[number] for number in range(len(groups))]
-
-
-def merge_groups(groups: Sequence[Group]) -> list[list[int]]:
-    """All groups are one of the source, which puts all parameters into one."""
-    return [list(range(len(groups)))]
-
-
-def read_torch(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
+def read_torch(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
     """Reads torch's Muon, or its AdamW; whichever wrote a group.
 
     Raises:
@@ -47,55 +36,43 @@ def read_torch(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[Save
                 f"{decay} in its gradients, which there is not here: set it to 0 in the state "
                 "dict's group, and that of the groups here to what is to follow"
             )
-    saved_states = []
-    for group, index, target in saved_params(source, match_groups(source, optimizer)):
-        is_muon = "betas" not in group.options
-        options = convert_options(group.options, is_muon)
-        saved_states.append(read_param(source, group, index, target, is_muon, "ema", options))
-    return saved_states
+    return _read(source, matched, lambda group, _: "betas" not in group.options, "ema")
 
 
-def read_motif(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
-    saved_states = []
-    for group, index, target in saved_params(source, match_groups(source, optimizer)):
-        is_muon = bool(group.options["use_muon"])
-        options = convert_options(group.options, is_muon, prefix="adamw_")
-        saved_states.append(read_param(source, group, index, target, is_muon, "classical", options))
-    return saved_states
+def read_motif(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
+    return _read(source, matched, lambda group, _: group.options["use_muon"], "classical")
 
 
-def read_moonlight(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
-    saved_states = []
-    for group, index, target in saved_params(source, match_groups(source, optimizer)):
-        is_muon = _saved_use_muon(source, group, index)
-        options = {**group.options, "weight_decay": group.options["wd"]}
-        options = convert_options(options, is_muon, prefix="adamw_")
-        saved_states.append(read_param(source, group, index, target, is_muon, "classical", options))
-    return saved_states
-
-
-def _saved_use_muon(source: SourceOptimizer, group: SavedGroup, index: int) -> bool:
-    """The ``use_muon`` that a source keeps in the state of a parameter.
+def read_moonlight(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
+    """Reads Moonlight's ``Muon``.
 
     Raises:
-        ValueError: the state has none.
+        ValueError: the state of a parameter has no ``use_muon``.
     """
-    flag = source.ranks[0].param_state(group.ids[index]).get("use_muon")
-    if not isinstance(flag, bool):
-        raise ValueError(
-            f"{source.label(group, index)} has no use_muon in {source.where}, where its "
-            "optimizer has one from the start: is the state dict complete?"
-        )
-    return flag
+
+    def is_muon(group: SavedGroup, index: int) -> bool:
+        flag = source.param_states(group, index)[0].get("use_muon")
+        if not isinstance(flag, bool):
+            raise ValueError(
+                f"{source.label(group, index)} has no use_muon in {source.where}, where its "
+                "optimizer has one from the start: is the state dict complete?"
+            )
+        return flag
+
+    return _read(source, matched, is_muon, "classical")
 
 
-def saved_params(
-    source: SourceOptimizer, matched: Sequence[Sequence[TargetParam]]
-) -> Iterator[tuple[SavedGroup, int, TargetParam]]:
-    """Every parameter of a checkpoint: its group, its index in it, and which it is here."""
-    for group, targets in zip(source.groups, matched):
-        for index, target in enumerate(targets):
-            yield group, index, target
+def _read(
+    source: SourceOptimizer,
+    matched: Targets,
+    is_muon: Callable[[SavedGroup, int], bool],
+    momentum_style: str,
+) -> list[SavedState]:
+    return [
+        read_param(source, group, index, target, is_muon(group, index), momentum_style)
+        for group, targets in zip(source.groups, matched)
+        for index, target in enumerate(targets)
+    ]
 
 
 def read_param(
@@ -105,17 +82,17 @@ def read_param(
     target: TargetParam,
     is_muon: bool,
     momentum_style: str,
-    options: Mapping[str, Any],
     rank: int = 0,
 ) -> SavedState:
     """The state of a parameter that the state dict of ``rank`` has whole."""
-    state_dict = source.ranks[rank]
-    where = f"{source.label(group, index)} of {state_dict.where}"
-    state = pick(state_dict.param_state(group.ids[index]), MUON_KEYS if is_muon else ADAMW_KEYS)
+    param_state = source.param_states(group, index)[rank]
+    state = select(param_state, MUON_KEYS if is_muon else ADAMW_KEYS)
+    where = f"{source.label(group, index)} of {source.wheres[rank]}"
+    options = convert_options(group.options, is_muon)
     return SavedState(target, where, is_muon, momentum_style, state, options)
 
 
-def pick(param_state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+def select(param_state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """The values of those ``keys`` that there are, Motif's names for them included."""
     renamed = {MOTIFS_NAMES.get(key, key): value for key, value in param_state.items()}
     return {key: renamed[key] for key in keys if renamed.get(key) is not None}

@@ -1,4 +1,4 @@
-"""Detects which optimizer wrote a state dict, checks it, and brings it to a common form.
+"""Reads the state dicts of another optimizer, and checks that they are of the kind that is named.
 
 State dicts may be as torch.optim writes them, keyed by name, or one for each rank.
 Nothing is unpickled, copied or changed.
@@ -12,15 +12,15 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from ...state.checkpoints import OWN_KEY, step_count
+from ...state.checkpoints import MOTIFS_NAMES, OWN_KEY, step_count
 from .hyperparameters import check_options
-from .origin import kinds_of
+from .kinds import KINDS, kind_of
 
 # Keys under which any source keeps a tensor of state.
 _MOMENTUM_KEYS = ("momentum_buffer", "second_momentum_buffer")
-_TENSOR_KEYS = (*_MOMENTUM_KEYS, "exp_avg", "exp_avg_sq", "moment1", "moment2")
+_TENSOR_KEYS = (*_MOMENTUM_KEYS, *MOTIFS_NAMES, *MOTIFS_NAMES.values())
 
-KINDS = ("torch_muon", "torch_adamw", "motif", "llamafactory", "nanochat", "keller_jordan")
+State = Mapping[Any, Mapping[str, Any]]  # by the id of a parameter
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SavedGroup:
     """A param group of a checkpoint.
 
     Args:
-        ids: of its parameters, keys of `SavedStateDict.state`.
+        ids: of its parameters, keys of the state.
         names: of its parameters, where the checkpoint has them.
         options: its other keys.
     """
@@ -39,43 +39,25 @@ class SavedGroup:
 
 
 @dataclass(frozen=True)
-class SavedStateDict:
-    """One state dict.
-
-    Args:
-        groups: in order.
-        state: by id; parameters that were never stepped have none.
-        where: what messages call it.
-    """
-
-    groups: Sequence[SavedGroup]
-    state: Mapping[Any, Mapping[str, Any]]
-    where: str
-
-    def param_state(self, saved_id: Any) -> Mapping[str, Any]:
-        return self.state.get(saved_id, {})
-
-
-@dataclass(frozen=True)
 class SourceOptimizer:
     """What one optimizer saved: a state dict, or one for each rank of those that divide state.
 
     Args:
         use_muon: whose parameters it has: Muon's, AdamW's, or None: both.
-        ranks: their state dicts, in order; one where one state dict has everything.
+        groups: in order; those of the first rank, which the others have, too.
+        states: of each rank, in order; parameters that were never stepped have none.
+        wheres: what messages call the state dict of each rank.
     """
 
     use_muon: Optional[bool]
-    ranks: Sequence[SavedStateDict]
-
-    @property
-    def groups(self) -> Sequence[SavedGroup]:
-        return self.ranks[0].groups
+    groups: Sequence[SavedGroup]
+    states: Sequence[State]
+    wheres: Sequence[str]
 
     @property
     def where(self) -> str:
         """What messages call it."""
-        return self.ranks[0].where if len(self.ranks) == 1 else "the state dicts of the ranks"
+        return self.wheres[0] if len(self.wheres) == 1 else "the state dicts of the ranks"
 
     def label(self, group: SavedGroup, index: int) -> str:
         """What messages call a parameter of one of the groups."""
@@ -83,11 +65,15 @@ class SourceOptimizer:
         number = [other is group for other in self.groups].index(True)
         return f"parameter {index}{name} of group {number}"
 
+    def param_states(self, group: SavedGroup, index: int) -> list[Mapping[str, Any]]:
+        """The state of a parameter of one of the groups, as each rank has it."""
+        return [state.get(group.ids[index], {}) for state in self.states]
+
     @property
     def is_fresh(self) -> bool:
         """Whether it was saved before the first step."""
-        states = [state for rank in self.ranks for state in rank.state.values()]
-        return not any(key != "use_muon" for state in states for key in state)
+        param_states = [each for state in self.states for each in state.values()]
+        return not any(key != "use_muon" for each in param_states for key in each)
 
 
 def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bool]]:
@@ -102,53 +88,48 @@ def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bo
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, found {kind!r}")
-    divided = kind in ("nanochat", "keller_jordan")
-    anew: list[bool] = []
-    if isinstance(states, Mapping) and states and states.keys() <= {"muon", "adamw"}:
-        if kind not in ("torch_muon", "keller_jordan"):
+    if not (isinstance(states, Mapping) and states and states.keys() <= {"muon", "adamw"}):
+        return [_read_source(states, "states", kind, True if kind == "torch_muon" else None)], []
+    if kind not in ("torch_muon", "keller_jordan"):
+        raise ValueError(
+            f"kind={kind!r} has one state dict for Muon's parameters and AdamW's, found "
+            f"{sorted(states)}"
+        )
+    sources = [
+        _read_source(states[key], f"states[{key!r}]", kind, use_muon)
+        for key, use_muon in (("muon", True), ("adamw", False))
+        if states.get(key) is not None
+    ]
+    return sources, [key == "muon" for key, state_dict in states.items() if state_dict is None]
+
+
+def _read_source(states: Any, where: str, kind: str, use_muon: Optional[bool]) -> SourceOptimizer:
+    state_dicts, wheres = [states], [where]
+    if isinstance(states, (list, tuple)):
+        if kind not in ("nanochat", "keller_jordan") or not states:
+            raise ValueError(f"{where} must be a state dict, found {_describe(states)}")
+        state_dicts = list(states)
+        wheres = [f"{where}[{rank}]" for rank in range(len(states))]
+    ranks = [_read_state_dict(*each) for each in zip(state_dicts, wheres)]
+    counts = [[len(group.ids) for group in groups] for groups, _ in ranks]
+    for name, others in zip(wheres, counts):
+        if others != counts[0]:
             raise ValueError(
-                f"kind={kind!r} has one state dict for Muon's parameters and AdamW's, found "
-                f"{sorted(states)}"
+                f"{name} has groups of {others} parameters but {wheres[0]} of {counts[0]}: give "
+                "the state dicts of all ranks of one checkpoint, in their order"
             )
-        sources = [
-            _source(states[key], f"states[{key!r}]", use_muon, divided)
-            for key, use_muon in (("muon", True), ("adamw", False))
-            if states.get(key) is not None
-        ]
-        anew = [key == "muon" for key, state_dict in states.items() if state_dict is None]
-    else:
-        source = _source(states, "states", None, divided)
-        if kind == "torch_muon" or (kind == "keller_jordan" and _has_only_muon(source)):
-            source = SourceOptimizer(True, source.ranks)
-        sources = [source]
-    for source in sources:
-        _check_kind(source, kind)
-    return sources, anew
+    for name, (groups, _) in zip(wheres, ranks):
+        for number, group in enumerate(groups):
+            _check_kind(group.options, f"{name}['param_groups'][{number}]", kind, use_muon)
+    groups = ranks[0][0]
+    if kind == "keller_jordan" and not any("use_muon" in group.options for group in groups):
+        use_muon = use_muon is not False  # a Muon that trains nothing else
+    return SourceOptimizer(use_muon, groups, [state for _, state in ranks], wheres)
 
 
-def _source(states: Any, where: str, use_muon: Optional[bool], divided: bool) -> SourceOptimizer:
-    if not isinstance(states, (list, tuple)):
-        return SourceOptimizer(use_muon, [read_state_dict(states, where)])
-    if not divided or not states:
-        raise ValueError(f"{where} must be a state dict, found {_in_words(states)}")
-    ranks = [read_state_dict(item, f"{where}[{rank}]") for rank, item in enumerate(states)]
-    lengths = [[len(group.ids) for group in rank.groups] for rank in ranks]
-    for state_dict, counts in zip(ranks, lengths):
-        if counts != lengths[0]:
-            raise ValueError(
-                f"{state_dict.where} has groups of {counts} parameters but {ranks[0].where} of "
-                f"{lengths[0]}: give the state dicts of all ranks of one checkpoint, in their order"
-            )
-    return SourceOptimizer(use_muon, ranks)
-
-
-def _has_only_muon(source: SourceOptimizer) -> bool:
-    """Whether it is a Muon that trains nothing else, beside another optimizer."""
-    return not any("use_muon" in group.options for group in source.groups)
-
-
-def read_state_dict(state_dict: Any, where: str) -> SavedStateDict:
-    """Reads a state dict of torch.optim, or one by names that torch.distributed.checkpoint makes.
+def _read_state_dict(state_dict: Any, where: str) -> tuple[list[SavedGroup], State]:
+    """Groups and state of a state dict, of torch.optim or by names, as torch.distributed.checkpoint
+    makes them.
 
     Raises:
         ValueError: it is neither.
@@ -156,13 +137,13 @@ def read_state_dict(state_dict: Any, where: str) -> SavedStateDict:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             f"{where} must be an optimizer's state dict, with 'state' and 'param_groups', found "
-            f"{_in_words(state_dict)}"
+            f"{_describe(state_dict)}"
         )
-    states, saved_groups = state_dict["state"], state_dict["param_groups"]
-    if not isinstance(states, Mapping) or not all(isinstance(s, Mapping) for s in states.values()):
+    state, saved_groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping) or not all(isinstance(s, Mapping) for s in state.values()):
         raise ValueError(f"{where}['state'] must hold a dict for each parameter")
     if not isinstance(saved_groups, (list, tuple)):
-        raise ValueError(f"{where}['param_groups'] must be a list, found {_in_words(saved_groups)}")
+        raise ValueError(f"{where}['param_groups'] must be a list, found {_describe(saved_groups)}")
     groups = []
     for number, group in enumerate(saved_groups):
         where_group = f"{where}['param_groups'][{number}]"
@@ -176,11 +157,11 @@ def read_state_dict(state_dict: Any, where: str) -> SavedStateDict:
     unique_ids = set(ids)
     if len(unique_ids) != len(ids):
         raise ValueError(f"{where} has a parameter twice in its groups")
-    for saved_id, param_state in states.items():
+    for saved_id, param_state in state.items():
         if saved_id not in unique_ids:
             raise ValueError(f"{where} has state of {saved_id!r}, which is in none of its groups")
         _check_state(param_state, f"parameter {saved_id!r} of {where}")
-    return SavedStateDict(groups, states, where)
+    return groups, state
 
 
 def _check_state(param_state: Mapping[str, Any], name: str) -> None:
@@ -207,23 +188,22 @@ def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
     return None
 
 
-def _check_kind(source: SourceOptimizer, kind: str) -> None:
-    for rank in source.ranks:
-        for number, group in enumerate(rank.groups):
-            kinds = kinds_of(group.options)
-            if kind in kinds or (source.use_muon is False and "torch_adamw" in kinds):
-                continue
-            where = f"{rank.where}['param_groups'][{number}]"
-            if OWN_KEY in group.options:
-                raise ValueError(f"{where} is this package's own: use load_state_dict")
-            guess = f"; it looks like kind={kinds[0]!r}" if kinds else ""
-            raise ValueError(
-                f"{where} is of no {kind!r} checkpoint: it has the keys "
-                f"{', '.join(sorted(group.options))}{guess}"
-            )
+def _check_kind(
+    options: Mapping[str, Any], where: str, kind: str, use_muon: Optional[bool]
+) -> None:
+    """Checks that a group is of the kind, or torch's AdamW's beside it."""
+    looks_like = kind_of(options)
+    if looks_like == kind or (use_muon is False and looks_like == "torch_adamw"):
+        return
+    if OWN_KEY in options:
+        raise ValueError(f"{where} is this package's own: use load_state_dict")
+    guess = f"; it looks like kind={looks_like!r}" if looks_like else ""
+    raise ValueError(
+        f"{where} is of no {kind!r} checkpoint: it has the keys {', '.join(sorted(options))}{guess}"
+    )
 
 
-def _in_words(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(repr, list(value)[:8]))}"
     return f"a {type(value).__name__}"
