@@ -228,7 +228,7 @@ def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
             row["sent_bytes"] = gathered
         elif event.do is Do.ORTHOGONALIZE:
             row["sent_bytes"] = scattered
-            row["matrices"] = sum(batch.matrices for batch in chunk.batches)
+            row["matrices"] = sum(batch.matrix_count for batch in chunk.batches)
             row["flops"] = sum(map(plan.flops, chunk.batches))
     return rows
 
