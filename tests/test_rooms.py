@@ -16,7 +16,7 @@ from kernel import optimizer
 PACKAGE = Path(optimizer.__file__).parent
 CONVENIENCES = ("extras", "presets")
 
-FACADES = {"__init__", "muon"}  # what users call
+FACADES = {"__init__", "muon", "state.stateful"}  # what users call
 
 MODULES = {
     file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): file

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +20,16 @@ from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
 from .parameters.aliases import refuses_unknown_arguments
-from .parameters.names import counted, find_name, state_dict_key
+from .parameters.names import counted
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
-from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
+from .parameters.survey import (
+    NO_SURVEY,
+    Survey,
+    entries_of,
+    has_replicas,
+    shared_with,
+    survey_groups,
+)
 from .qk_clip.clip import QKClip
 from .qk_clip.config import read_config
 from .qk_clip.layers import Logits
@@ -33,13 +39,15 @@ from .rules.default_groups import (
     default_is_muon,
     get_default_muon_param_groups,
 )
-from .state import checkpoints, integrity
+from .state import integrity
 from .state.rounding import Rounding
 from .state.specs import check_state
+from .state.stateful import Stateful, through_wrappers
 from .state.store import StateStore
 from .step.binding import Bound
 from .step.grad_scaler import Scaling, scaler_agrees
-from .step.notes import take_notes
+from .step.notes import replica_difference, take_notes
+from .step.progress import Progress
 from .step.step import Step
 from .step.warm_up import warm_up
 
@@ -55,21 +63,7 @@ logger = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _through_wrappers(method: _Function) -> _Function:
-    """Decorates a method that sets attributes, so that these are set on the optimizer itself.
-
-    A wrapper that derives from the optimizer's class and forwards attributes, as Lightning's does,
-    inherits methods. It would forward what they read, and keep what they set.
-    """
-
-    @functools.wraps(method)
-    def call(self: Muon, *args: Any, **kwargs: Any) -> Any:
-        return method(self._registration.optimizer, *args, **kwargs)
-
-    return cast(_Function, call)
-
-
-class Muon(torch.optim.Optimizer):
+class Muon(Stateful):
     r"""Muon for matrices (Jordan et al. 2024), AdamW for everything else.
 
     For each matrix W with gradient G, momentum buffer B and learning rate lr::
@@ -160,16 +154,15 @@ class Muon(torch.optim.Optimizer):
             replicas=None if process_group is None else Replicas(process_group),
         )
         self._settings.validate()
-        self._load: object = None  # tells the last load from earlier ones
         clip = QKClip(None if clip_config is None else read_config(clip_config))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
-        self._names: list[Optional[list[str]]] = []
+        self._names = []
         self._offload = CPUOffload()
         self._store = StateStore(self._offload)
         self._rounding = Rounding(self._offload)
         self._integrity = integrity.Integrity()
-        self._audit: Optional[Audit] = None
+        self._audit = None
         self._clip = QKClip(None)  # off until all groups are added, which layers may span
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
@@ -239,7 +232,6 @@ class Muon(torch.optim.Optimizer):
         self._compared = False  # whether replicas have compared their weights and gradients
         self._warmed_up: Optional[Plan] = None  # the plan whose kernels were compiled last
         self._warned = False  # of a step that trains nothing
-        self._warned_of_rows = False  # of a state dict with only this rank's rows
         self._checked: dict[int, dict[str, Any]] = {}  # groups at their last check, by number
         self._checked_settings: object = None
         self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # plan and schedule of the step
@@ -279,45 +271,6 @@ class Muon(torch.optim.Optimizer):
                 if param_names is not None:
                     each["param_names"] = param_names
 
-    @property
-    def names(self) -> list[Optional[list[str]]]:
-        """For each group the names of its parameters, in order, or None.
-
-        They are no key of the groups, which torch.distributed.checkpoint would want in checkpoints.
-        """
-        return [view.names for view in self._read_groups()]
-
-    def _read_groups(self) -> list[Group]:
-        """Views of all groups as they are now; most of the package reads only these.
-
-        Names that were set on a group since the last call are taken over first.
-        """
-        if len(self._names) != len(self.param_groups):
-            raise ValueError(
-                f"there are {len(self.param_groups)} param_groups, but {len(self._names)} were "
-                "added: add groups by add_param_group; make a new optimizer to leave groups out"
-            )
-        for number, group in enumerate(self.param_groups):
-            if "names" in group:  # set on the group after construction
-                self._names[number] = group.pop("names")
-                if "param_names" in group:
-                    group["param_names"] = self._names[number]
-            elif "param_names" in group:
-                self._names[number] = group["param_names"]
-        return [
-            self._translate({**group, "names": names, "where": f"param_groups[{number}]"})
-            for number, (group, names) in enumerate(zip(self.param_groups, self._names))
-        ]
-
-    def _translate(self, group: dict[str, Any]) -> Group:
-        """The view of a group; subclasses whose groups have other keys rename these first."""
-        group.setdefault("rounding_step", 0)
-        return Group(**{key: group[key] for key in Group.__dataclass_fields__})
-
-    def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults of the keys that a group may lack; in subclasses they can depend on it."""
-        return {key: self.defaults[key] for key in GROUP_OPTIONS}
-
     def __repr__(self) -> str:
         """A line for each group: its algorithm and rates, and what differs from Muon's defaults."""
         arguments, lines = inspect.signature(Muon).parameters.values(), []
@@ -343,7 +296,7 @@ class Muon(torch.optim.Optimizer):
         return None if replicas is None else replicas.group
 
     @process_group.setter
-    @_through_wrappers
+    @through_wrappers
     @process_groups.refuses_groups_before_init("process_group")
     def process_group(self, process_group: Any) -> None:
         replicas = None if process_group is None else Replicas(process_group)
@@ -379,14 +332,12 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: this step or an earlier one failed when this rank or another might already
                 have written: load a checkpoint before you go on, or call `accept_partial_step`.
         """
-        loss, error = None, None
-        try:
+        loss = None
+        with Scaling(self) as scaling:
             if closure is not None:
-                with torch.enable_grad():
+                with self._telling_of_errors(scaling), torch.enable_grad():
                     loss = closure()
-        except BaseException as raised:  # is raised again once the other ranks know
-            error = raised
-        self._step_or_raise(error, qk_logits)
+            self._step(qk_logits, scaling)
         return loss
 
     @property
@@ -394,138 +345,148 @@ class Muon(torch.optim.Optimizer):
         """Whether torch.amp.GradScaler is to call every step, and to say which ones to skip."""
         return not scaler_agrees(list(self._params()), self._settings)
 
-    def _params(self) -> Iterator[Tensor]:
-        return (param for group in self.param_groups for param in group["params"])
-
     @torch._disable_dynamo  # compiled code calls this function, and does not trace into it
     @torch.inference_mode(False)  # else the state that a step makes could not be changed later
     @torch.no_grad()
-    def _step_or_raise(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
-        """Runs the step, unless `_prepare` raises or ranks skip it; ``error`` is the closure's."""
-        scaling = Scaling(self)
-        step: Optional[Step] = None
-
-        def has_begun(raised: BaseException) -> bool:
-            if step is not None and not isinstance(raised, Exception):
-                return True  # an interrupt comes between any two lines
-            if step is not None and (step.has_written or step.has_released):
-                return True
-            # If the other ranks may go on, they write, even if this rank fails.
-            return scaling.has_unscaled or self._agreement.may_go
-
-        def has_parted() -> bool:
-            has_exchanged = step is not None and step.has_exchanged
-            return self._agreement.may_go and not (has_exchanged and not self._has_replicas())
-
-        with (
-            scaling,
-            self._integrity.changing("step()", has_begun, has_parted),
-            triton_kernels.enabled(self._settings.triton),
-        ):
-            step = self._prepare(error, qk_logits, scaling)
-            if step is None:
-                return
-            if not self._store.is_checked:
-                self._store.drop_zeros(self.state)
-                self._store.create_missing(
-                    self.state, step.groups, self._survey.entries, self._settings
-                )
-                self._store.mark_checked(self.state, self._params())
-            self._rounding.begin_step(step.groups, self.state)
-            try:
-                with step:
-                    scaling.unscale(step.groups)
-                    pipeline.run(step)
-            finally:
-                self._rounding.end()
-            if not self._agreement.only_creates:
-                self._rounding.count_step(self.param_groups)
-            self._bound = step.bound
-            self._last = step.plan, step.bound.schedule
-            self._agreement.steps += 1
-
-    def _has_replicas(self) -> bool:
-        """Whether other ranks hold the same part of one of this rank's parameters."""
-        rank, replicas = dtensors.this_rank(), self._settings.replica_ranks
-        for param in self._params():
-            sharding = dtensors.sharding_of(param)
-            if len(replicas or () if sharding is None else sharding.peers(rank, (), True)) > 1:
-                return True
-        return False
-
-    def _prepare(
-        self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
-    ) -> Optional[Step]:
-        """Checks everything and makes a step, or None where ranks skip it.
-
-        If anything is wrong, or was before (``error``), this raises before anything is written, and
-        on all ranks if they compare notes in this step.
-        """
-        self._agreement.begin()
-        only_creates = False
-        try:
-            if error is None:
-                self._integrity.check()
-                self._integrity.check_together()
-                groups, plan, absent = self._plan()
-                scaling.check(groups)
-                # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
-                is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
-                only_creates = is_dry and not any(map(_has_gradient, groups))
-                clipping = self._clip.begin(qk_logits, groups, self._survey, self._settings, is_dry)
-                if self._settings.triton and plan is not self._warmed_up:
-                    warm_up(plan, groups)
-                    self._warmed_up = plan
-        except BaseException as raised:
-            error = raised
-        survey = self._survey
-        # After an error the survey may be out of date.
-        sets = self._sets() if error is not None else self._with_replicas(set(survey.shared))
-        for ranks in sets:  # now, since ranks with an error take no notes, and others would
-            self._registration.number(ranks)
-
-        def identify(ranks: agreement.Ranks) -> str:  # among the optimizers that they share
-            number = self._registration.number(ranks)
-            return f"the one made after {number} others, with {self._agreement.steps} steps so far"
-
-        def notes() -> Mapping[agreement.Ranks, agreement.StepNotes]:
-            clip_lines = clipping.notes if clipping else {}
-            return take_notes(groups, survey, plan, absent, self._settings, clip_lines, identify)
-
-        streams = self._settings.streams
-        skips = self._agreement.decide(
-            self._settings.consistency_check,
-            {ranks: (shared, streams) for ranks, shared in survey.shared.items()},
-            sets,
-            notes,
-            error=error,
-            skip=scaling.skips,
-            only_creates=only_creates,
+    def _step(self, qk_logits: Optional[Logits], scaling: Scaling) -> None:
+        progress = Progress(self._agreement, lambda: has_replicas(self._params(), self._settings))
+        changing = self._integrity.changing(
+            "step()", progress.may_have_written, progress.may_have_parted
         )
-        # If there was an error, `decide` has raised it.
-        if survey is not self._agreed:
-            self._agreed = survey
-            self._store.drop_departed(self.state, self._params())
-        if skips:
-            return None
-        if self._agreement.has_compared and not self._compared:
-            self._compare_replicas(groups)
-            self._compared = True
-        self._warned = self._warned or validation.warn_about_no_gradients(groups)
+        with changing, triton_kernels.enabled(self._settings.triton):
+            with self._telling_of_errors(scaling):
+                step = self._check(qk_logits, scaling, progress)
+            if self._agree(step, scaling):
+                self._run(step, scaling)
+
+    @contextmanager
+    def _telling_of_errors(self, scaling: Scaling) -> Iterator[None]:
+        """Within it, an error reaches the ranks that would wait for this one."""
+        self._agreement.begin()
+        try:
+            yield
+        except BaseException as error:
+            sets = self._sets()
+            self._number(sets)
+            how_often, structure = self._settings.consistency_check, self._structure()
+            self._agreement.report(error, how_often, structure, sets, scaling.skips)
+            raise
+
+    def _check(self, qk_logits: Optional[Logits], scaling: Scaling, progress: Progress) -> Step:
+        """Checks all that the step depends on, and makes it; nothing is written yet."""
+        self._integrity.check()
+        self._integrity.check_together()
+        if self._settings is not self._checked_settings or self._settings.replicas:
+            self._settings.validate()
+        self._checked_settings = self._settings
+        groups = self._read_groups()
+        self._check_reference(groups)
+        survey, settings = self._take_survey(groups), self._settings
+        validation.check_not_replaced(groups, survey.holders)
+        self._store.recheck_replaced(self.state)
+        if not self._store.is_checked:
+            self._bound = None
+        for group, entries in zip(groups, survey.entries):
+            validation.check_gradients(group)
+            if not self._store.is_checked:
+                validation.check_list_operations(group)
+                check_state(group, entries, self.state, settings)
+        plan, absent = survey.plan(groups, settings)
+        validation.check_capturable(groups, plan, settings, self._offload.destination)
+        scaling.check(groups)
+        # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
+        is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
+        clipping = self._clip.begin(qk_logits, groups, survey, settings, is_dry)
+        if settings.triton and plan is not self._warmed_up:
+            warm_up(plan, groups)
+            self._warmed_up = plan
         is_audited = self._audit is not None and self._audit.is_on and not is_dry
         return Step(
             plan,
             groups,
             absent,
             state=self.state,
-            settings=self._settings,
+            settings=settings,
             offload=self._offload,
             rounding=self._rounding,
             clipping=clipping,
             bound=self._bound,
             audit=self._audit if is_audited else None,
-            only_creates=self._agreement.only_creates,
+            progress=progress,
+            only_creates=is_dry and not any(map(_has_gradient, groups)),
         )
+
+    def _agree(self, step: Step, scaling: Scaling) -> bool:
+        """Whether all ranks make the step; False if they skip it.
+
+        Raises:
+            ValueError: ranks would do different things, or one of them has an error.
+        """
+        survey, agreement = self._survey, self._agreement
+        sets = self._with_replicas(set(survey.shared))
+        self._number(sets)
+        skips = agreement.decide(
+            self._settings.consistency_check,
+            self._structure(),
+            sets,
+            lambda: take_notes(step, survey, self._identify),
+            skip=scaling.skips,
+            only_creates=step.only_creates,
+        )
+        step.only_creates = agreement.only_creates
+        if survey is not self._agreed:
+            self._agreed = survey
+            self._store.drop_departed(self.state, self._params())
+        if skips:
+            return False
+        if agreement.has_compared and not self._compared:
+            problem = replica_difference(step, survey.names, self.state)
+            if problem is not None:  # then it is the same on all replicas
+                agreement.revoke()
+                raise ValueError(problem)
+            self._compared = True
+        self._warned = self._warned or validation.warn_about_no_gradients(step.groups)
+        return True
+
+    def _run(self, step: Step, scaling: Scaling) -> None:
+        """Makes the step, and keeps what the next one goes on from."""
+        step.progress.is_running = True
+        if not self._store.is_checked:
+            self._store.drop_zeros(self.state)
+            self._store.create_missing(
+                self.state, step.groups, self._survey.entries, self._settings
+            )
+            self._store.mark_checked(self.state, self._params())
+        self._rounding.begin_step(step.groups, self.state)
+        try:
+            with step:
+                scaling.unscale(step.groups, step.progress)
+                pipeline.run(step)
+        finally:
+            self._rounding.end()
+        if not step.only_creates:
+            self._rounding.count_step(self.param_groups)
+        self._bound = step.bound
+        self._last = step.plan, step.bound.schedule
+        self._agreement.steps += 1
+
+    def _structure(self) -> dict[agreement.Ranks, Any]:
+        """What this rank shares with each of its sets of ranks, by the last survey."""
+        streams = self._settings.streams
+        return {ranks: (shared, streams) for ranks, shared in self._survey.shared.items()}
+
+    def _number(self, sets: Iterable[agreement.Ranks]) -> None:
+        """Numbers this optimizer among those that each set of ranks shares.
+
+        A rank with an error does so, too, since the others would.
+        """
+        for ranks in sets:
+            self._registration.number(ranks)
+
+    def _identify(self, ranks: agreement.Ranks) -> str:
+        """Which of the optimizers that these ranks share this one is, in words."""
+        number = self._registration.number(ranks)
+        return f"the one made after {number} others, with {self._agreement.steps} steps so far"
 
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this rank."""
@@ -536,57 +497,6 @@ class Muon(torch.optim.Optimizer):
         """Adds the ranks of the process group, even if this rank holds none of their parameters."""
         replicas = self._settings.replica_ranks
         return sets if replicas is None else {*sets, replicas}
-
-    def _compare_replicas(self, groups: list[Group]) -> None:
-        """Raises ValueError if replicas have other weights, gradients that differ though the step
-        does not average them, or the same part of divided state."""
-        replicas = self._settings.replicas
-        if replicas is None:
-            return
-        plain = [
-            (name, param, self._divided_state(param))
-            for group, names in zip(groups, self._survey.names)
-            for name, param in zip(names, group.params)
-            if param.requires_grad and not dtensors.is_dtensor(param)
-        ]
-        problem = replicas.difference(plain, averaged=self._settings.zero2_replicas is None)
-        if problem is not None:  # then it is the same on all replicas
-            self._agreement.revoke()
-            raise ValueError(problem)
-
-    def _divided_state(self, param: Tensor) -> Optional[Tensor]:
-        """This rank's rows of a parameter's momentum or first moment, if replicas divide it."""
-        for key in ("momentum_buffer", "exp_avg"):
-            value = self.state.get(param, {}).get(key)
-            if dtensors.is_dtensor(value) and value.placements[0].is_shard():
-                return dtensors.local(value)
-        return None
-
-    def _plan(self) -> tuple[list[Group], Plan, frozenset[int]]:
-        """The checked groups, the plan of the step, and which of its entries take no part."""
-        if self._settings is not self._checked_settings or self._settings.replicas:
-            self._settings.validate()
-        self._checked_settings = self._settings
-        groups = self._read_groups()
-        self._check_reference(groups)
-        survey = self._take_survey(groups)
-        validation.check_not_replaced(groups, survey.holders)
-        self._store.recheck_replaced(self.state)
-        if not self._store.is_checked:
-            self._bound = None
-        for group, entries in zip(groups, survey.entries):
-            validation.check_gradients(group)
-            if not self._store.is_checked:
-                validation.check_list_operations(group)
-                check_state(group, entries, self.state, self._settings)
-        planner = survey.planner(groups, self._settings)
-        params = [(groups[e.group].params[e.index], groups[e.group]) for e in planner.entries]
-        absent = frozenset(
-            [n for n, (p, of) in enumerate(params) if p.grad is None and of.missing_grad != "zero"]
-        )
-        plan = planner.plan(absent)
-        validation.check_capturable(groups, plan, self._settings, self._offload.destination)
-        return groups, plan, absent
 
     def _check_reference(self, groups: list[Group]) -> None:
         """Raises ValueError for what `reference` does not do, if that makes the steps."""
@@ -653,7 +563,7 @@ class Muon(torch.optim.Optimizer):
         clipped = {id(param) for layer in layers for param in layer.params}
         return summarize(groups, survey, self._settings, self.cpu_offload, clipped)
 
-    @_through_wrappers
+    @through_wrappers
     def audit(self, keep: int = 100) -> Audit:
         """Starts an audit, which watches steps to the end of its context, or until its ``stop()``.
 
@@ -719,307 +629,7 @@ class Muon(torch.optim.Optimizer):
         """
         return self._clip.stats()
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether weights and state do not belong together: a `step` or a load broke off, or
-        `discard_state` was called. `load_state_dict` mends that, or `accept_partial_step`."""
-        return self._integrity.is_broken()
-
-    def _create_state(self, groups: list[Group]) -> None:
-        entries = self._take_survey(groups).entries
-        self._store.create_missing(self.state, groups, entries, self._settings)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim; missing state is created first, and dtypes of options become text,
-        since torch.distributed.checkpoint takes no dtypes in full state dicts.
-
-        Raises:
-            RuntimeError: a `step` or a load broke off; see `accept_partial_step` and
-                `discard_state`.
-        """
-        self._integrity.check(accept=integrity.VOID)
-        groups = self._read_groups()
-        self._create_state(groups)
-        self._rounding.begin(groups, self.state)
-        self._offload.synchronize()
-        self._store.note_zeros(self.state)
-        self._warn_about_divided_state()
-        held = set(map(id, self._params()))
-        params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
-        departed = {p: self.state.pop(p) for p in params if id(p) not in held}
-        try:
-            state_dict = super().state_dict()
-        finally:
-            self.state.update(departed)
-        # A later step, or a change of options, may replace tensors in the optimizer's own dicts.
-        state_dict["state"] = {
-            key: dict(value) if isinstance(value, dict) else value
-            for key, value in state_dict["state"].items()
-        }
-        for group in state_dict["param_groups"]:
-            group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
-        return state_dict
-
-    def _warn_about_divided_state(self) -> None:
-        """Warns once of state that replicas divide, unless torch.distributed.checkpoint asks."""
-        if self._warned_of_rows or len(self._settings.replica_ranks or ()) < 2:
-            return
-        is_divided = any(
-            self._divided_state(param) is not None
-            for param in self._params()
-            if not dtensors.is_dtensor(param)
-        )
-        if is_divided and not validation.is_called_by("torch.distributed.checkpoint"):
-            validation.warn(
-                "state_dict() has only this rank's rows of the state that process_group divides: a "
-                "file that one rank alone saves of it (torch.save on rank 0) is of no use to "
-                "resume from. Save by torch.distributed.checkpoint, or each rank a file, or leave "
-                "process_group out"
-            )
-            self._warned_of_rows = True
-
-    @torch.no_grad()
-    def exact_weights(self) -> dict[str, Tensor]:
-        """The weights of ``weight_rounding="exact"`` in fp32, by their keys in the model's
-        ``state_dict()``, which are the names in the groups.
-
-        The tensors are new, and placed as the parameters are. Call this on all ranks alike: where
-        replicas divide AdamW's state, they send each other rows of it.
-
-        Raises:
-            ValueError: groups without names, or two parameters of one name.
-
-        >>> state_dict = {**model.state_dict(), **optimizer.exact_weights()}
-        """
-        params = self._params_with_residuals()
-        return {key: self._rounding.exact(param) for key, param in params.items()}
-
-    @torch.no_grad()
-    def load_exact_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Sets weights and their residuals to weights in fp32, as `exact_weights` gives them.
-
-        You need not give all weights, and what wrappers add to names may differ. Call this after
-        `load_state_dict`, which would replace the residuals.
-
-        Raises:
-            ValueError: a name that has no residual here or may be several parameters', two names of
-                one parameter, or a tensor that does not fit; nothing was loaded.
-        """
-        params, values = self._params_with_residuals(), {}
-        find = find_name(name for group in self._read_groups() for name in group.names or ())
-        for name, value in weights.items():
-            key = state_dict_key(find(name) or name)
-            validation.check_exact_weight(name, value, params.get(key))
-            if key in values:
-                raise ValueError(f"{name} is {key}, which is given twice")
-            values[key] = value
-        for key, value in values.items():
-            self._rounding.set_exact(params[key], value)
-
-    def _params_with_residuals(self) -> dict[str, Tensor]:
-        """Parameters that have a residual, by their keys in the model's ``state_dict()``."""
-        self._integrity.check()
-        groups = self._read_groups()
-        self._create_state(groups)
-        self._rounding.begin(groups, self.state)
-        return self._rounding.by_key(groups)
-
-    @_through_wrappers
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
-
-        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
-        constructed.
-
-        Raises:
-            ValueError: the checkpoint does not fit; nothing was loaded.
-            RuntimeError: loading broke off after it had begun, and has to be repeated.
-        """
-        checkpoints.check_type(state_dict)
-        loaded: dict[Tensor, dict[str, Any]] = {}
-        own: set[int] = set()  # ids of tensors that are used again
-        before = id(self.state)  # torch puts another mapping in its place once all checks passed
-
-        # An interrupt may leave hooks of an earlier load registered, which have to do nothing.
-        this_load = self._load = object()
-
-        def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            if self._load is not this_load:
-                return saved
-            states, others = checkpoints.read_states(saved)
-            if self._integrity.is_broken(accept=integrity.VOID):
-                checkpoints.check_apart(states, self.state)
-            own.update(map(id, checkpoints.tensors_of(self.state)))
-            own.difference_update(map(id, self._store.unwritten_zeros()))
-            with _suggesting_kind(saved["param_groups"]):
-                merged, by_param = self._check_saved(states, others, saved["param_groups"])
-            loaded.update(by_param)
-            return {**saved, "state": others, "param_groups": merged}
-
-        def restore(_: torch.optim.Optimizer) -> None:
-            nonlocal before
-            if self._load is not this_load:
-                return
-            self._offload.clear()
-            checkpoints.place_tensors(self.state, loaded, self._offload, own)
-            self._create_state(self._read_groups())
-            self._integrity.mend()
-            before = id(self.state)  # what the user's post-hooks raise breaks nothing
-
-        def has_begun(_: BaseException) -> bool:
-            return id(self.state) != before
-
-        # `check` runs after the user's pre-hooks, `restore` before the user's post-hooks.
-        handles = [
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        ]
-        # Tensors that are made in inference mode can't be changed outside of it. The context that
-        # turns it off would also turn gradients on, so this keeps them on or off as they were.
-        enabled = torch.is_grad_enabled()
-        try:
-            with (
-                self._integrity.changing("load_state_dict()", has_begun),
-                torch.inference_mode(False),
-                torch.set_grad_enabled(enabled),
-            ):
-                super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _check_saved(
-        self,
-        states: dict[Any, Any],
-        others: dict[Any, Any],
-        param_groups: Sequence[dict[str, Any]],
-    ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-        """Checks a checkpoint's state and groups, and divides its state like this optimizer's;
-        returns its groups, with every key, and its state by parameter."""
-        merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
-        groups = self._read_groups()
-        wheres = [f"{group.where} of the checkpoint" for group in groups]
-        saved_groups = [
-            self._translate({**raw, "names": None, "where": where})
-            for raw, where in zip(merged, wheres)
-        ]
-        entries = self._take_survey(groups).entries
-        by_param = checkpoints.check_and_divide(
-            groups, entries, saved_groups, states, others, self._settings
-        )
-        known = [{*group, *self._defaults_of(group)} for group in self.param_groups]
-        for group, saved, where in zip(self.param_groups, param_groups, wheres):
-            validation.check_keys(saved, self._defaults_of(group), where)
-        return validation.without_unknown_keys(merged, known), by_param
-
-    @torch.no_grad()
-    def load_foreign_state_dict(
-        self,
-        states: Any,
-        *,
-        kind: str,
-        params: Optional[Iterable[Any]] = None,
-        hyperparameters: bool = True,
-    ) -> None:
-        """Takes over the state of another optimizer, from its checkpoint.
-
-        `extras.foreign_checkpoints` says how, and has an example of each kind.
-
-        Args:
-            states: a loaded state dict, ``torch.load(path, weights_only=True)``; a list of the
-                state dicts of all ranks, in order; or, of two optimizers, a mapping
-                ``{"muon": …, "adamw": …}``, in which None makes their parameters start anew. Give
-                all of it to every rank; each takes its part without traffic.
-            kind: what wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``, ``"motif"``,
-                ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or ``"keller_jordan"``.
-            params: all parameters, as tensors, (name, parameter) pairs or names, in the order in
-                which the other optimizer was given them. Needed where names and the preset's groups
-                do not tell which parameter is which.
-            hyperparameters: take over those that both optimizers have, except the options of
-                orthogonalization and scale, and what schedulers keep; False keeps this optimizer's.
-
-        Raises:
-            ValueError: something does not fit, with the parameter's name; nothing was loaded.
-        """
-        groups = self._read_groups()
-        survey = self._take_survey(groups)
-        from .extras.foreign_checkpoints import to_state_dict
-
-        state_dict = to_state_dict(
-            states,
-            kind,
-            params,
-            hyperparameters,
-            param_groups=self.param_groups,
-            groups=groups,
-            names=survey.names,
-            entries=survey.entries,
-            settings=self._settings,
-        )
-        self.load_state_dict(state_dict)
-
-    @_through_wrappers
-    @torch.no_grad()
-    def accept_partial_step(self) -> None:
-        """Accepts that a step broke off, by an interrupt or an error, so that training goes on.
-
-        Some parameters, or their momentum, are a step ahead of others, and stay so. Gradients are
-        those that the step has left: call `zero_grad` and go on with the next batch.
-
-        Call this on all ranks alike, also on those whose step was whole. If a rank's step broke off
-        before its last exchange with other ranks, or if other ranks hold the same parameters and
-        may have updated them differently, then state can be saved, but the next step raises on all
-        ranks that share parameters: start a fresh launch from what was saved.
-
-        Raises:
-            RuntimeError: a load broke off, or `discard_state` was called; nothing was changed.
-        """
-        self._integrity.check(accept=integrity.PARTIAL)
-        self._create_state(self._read_groups())  # the first step may have made only some of it
-        if self.is_broken and not self._agreement.only_creates:
-            # As other ranks did, on which it was whole.
-            self._rounding.count_step(self.param_groups)
-        self._integrity.accept()
-        self._forget_plans()
-
-    @_through_wrappers
-    @torch.no_grad()
-    def discard_state(self) -> None:
-        """Sets all state to zeros, for torch.distributed.checkpoint to load into it.
-
-        After a `step` that broke off, `state_dict` raises, so that no broken state is saved. After
-        this, it returns zeros, and `step` raises until `load_state_dict` has been called. Call this
-        on all ranks alike.
-        """
-        self._integrity.discard()
-        self._forget_tensors()
-        for param in [key for key in self.state if isinstance(key, Tensor)]:
-            del self.state[param]
-        self._offload.clear()
-        self._create_state(self._read_groups())
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._integrity.check()
-        self._rounding.begin(self._read_groups(), self.state)
-        self._offload.synchronize()
-        keys = ("_settings", "_offload", "_clip", "_integrity", "_rounding")
-        kept = {key: vars(self)[key] for key in keys}
-        return {**super().__getstate__(), "_names": self.names, **kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        is_unpickled = "_store" not in vars(self)
-        super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
-        self._store = StateStore(self._offload)
-        self._forget_plans()
-        if not is_unpickled:
-            self._rounding = Rounding(self._offload)
-            return
-        self._clip = QKClip(self._clip.config)
-        self._audit = None
-        self._registration = agreement.Registration(self._sets)
-
-    @_through_wrappers
+    @through_wrappers
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_on_cpu_offload(
@@ -1045,7 +655,7 @@ class Muon(torch.optim.Optimizer):
         self._offload.turn_on(self.state, params, slot_bytes, backend)
         self._forget_tensors()
 
-    @_through_wrappers
+    @through_wrappers
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
@@ -1064,15 +674,6 @@ class Muon(torch.optim.Optimizer):
         `state_dict` waits by itself.
         """
         self._offload.synchronize()
-
-
-def _suggesting_kind(saved_groups: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
-    """A context in which errors name another optimizer that wrote the checkpoint."""
-    if all(checkpoints.OWN_KEY in group for group in saved_groups):
-        return nullcontext()
-    from .extras.foreign_checkpoints.kinds import suggesting_kind
-
-    return suggesting_kind(saved_groups)
 
 
 def _has_gradient(group: Group) -> bool:

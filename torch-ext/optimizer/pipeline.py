@@ -39,7 +39,7 @@ def run(step: Step) -> None:
     if step.clipping is not None:
         step.clipping.reduce(step.settings)
     is_reference = step.settings.use_distributed_muon
-    step.has_exchanged = step.bound.last_exchange is None and not is_reference
+    step.progress.has_exchanged = step.bound.last_exchange is None and not is_reference
     if is_reference:
         from .reference import update_matrices  # loaded where it is used
 
@@ -59,7 +59,7 @@ def update_momentum(event: Event, step: Step) -> None:
     exchange = Exchange(chunk.chunk, chunk.lane, chunk.process_group, step.scratch)
     step.exchanges[key] = exchange
     step.complete_gradients(chunk.reads)
-    step.has_written = True
+    step.progress.has_written = True
     with record_function("Muon.momentum"), step.on_device(event) as bring:
         for span in chunk.momentum:
             inputs = exchange.inputs[span.start : span.stop]
@@ -112,8 +112,8 @@ def update_weights(event: Event, step: Step) -> None:
     chunk, exchange = step.bound.chunks[key], step.exchanges.pop(key)
     exchange.finish_scatter()
     if event == step.bound.last_exchange:
-        step.has_exchanged = True
-    step.has_written = True
+        step.progress.has_exchanged = True
+    step.progress.has_written = True
     with record_function("Muon.weights"), step.on_device(event) as bring:
         for span in chunk.weights:
             updates = exchange.updates[span.start : span.stop]
@@ -143,7 +143,7 @@ def update_weights(event: Event, step: Step) -> None:
 def update_adamw(event: Event, step: Step) -> None:
     """Updates one part of AdamW's parameters."""
     part = step.bound.parts[event.number]
-    step.has_written = True
+    step.progress.has_written = True
     with record_function("Muon.adamw"), step.on_device(event) as bring:
         exp_avgs, exp_avg_sqs = bring(part.exp_avgs), bring(part.exp_avg_sqs)
         adamw.update(

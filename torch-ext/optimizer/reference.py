@@ -48,7 +48,7 @@ def update_matrices(step: Step) -> None:
     for number in sorted(range(len(step.params)), key=order):
         if number not in step.absent:
             _update(number, step)
-    step.has_exchanged = True
+    step.progress.has_exchanged = True
 
 
 def _update(number: int, step: Step) -> None:
@@ -56,7 +56,7 @@ def _update(number: int, step: Step) -> None:
     group, W, B = step.groups[entry.group], weight[number], step.bound.momenta[number]
     look_ahead = empty(W.shape, dtype=entry.opmath, device=W.device)
     grads = step.complete_gradients([number])
-    step.has_written = True
+    step.progress.has_written = True
     if W.numel():
         core.update_momentum(
             [B],

@@ -9,6 +9,7 @@ Only when records differ do ranks send their notes as text, to name what differs
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import weakref
@@ -129,7 +130,6 @@ class Agreement:
         structure: Mapping[Ranks, Any],
         sets: Collection[Ranks],
         notes: Callable[[], Mapping[Ranks, StepNotes]],
-        error: Optional[BaseException],
         skip: Optional[bool],
         only_creates: bool = False,
     ) -> bool:
@@ -140,8 +140,7 @@ class Agreement:
             structure: what this rank shares with each of its sets; compared with that of the last
                 agreement.
             sets: the ranks that share parameters with this one, mesh by mesh.
-            notes: makes the notes of this step; not called if there is an error.
-            error: what keeps this rank from making the step, or None.
+            notes: makes the notes of this step.
             skip: whether this rank is to skip the step; None unless a GradScaler calls every step.
             only_creates: whether the step only creates state, as far as this rank knows.
 
@@ -149,27 +148,32 @@ class Agreement:
             ValueError: ranks would do different things; the text is the same on all of them.
             RuntimeError: a rank did not come, or died meanwhile.
         """
+        self.may_go = any(len(ranks) > 1 for ranks in sets)
         is_due = self._is_due(how_often, structure, skip is not None)
-        has_others = any(len(ranks) > 1 for ranks in sets)
-        self.may_go = error is None and has_others
-        self.only_creates = only_creates and (is_due or not has_others)
-        skips, text = bool(skip), None
-        if error is not None:
+        self.only_creates = only_creates and (is_due or not self.may_go)
+        if not is_due:
+            return bool(skip)
+        with record_function("Muon.agree"):
+            skips = self.check(notes(), None, sets, bool(skip))
+        self.has_compared, self._structure = True, structure
+        return skips
+
+    def report(
+        self,
+        error: BaseException,
+        how_often: str,
+        structure: Mapping[Ranks, Any],
+        sets: Collection[Ranks],
+        skip: Optional[bool],
+    ) -> None:
+        """Tells the other ranks, if they compare notes, of an error that keeps this one from
+        stepping; the arguments are those of `decide`."""
+        if self._is_due(how_often, structure, skip is not None):
             is_plain = isinstance(error, ValueError)
             text = str(error) if is_plain else f"{type(error).__name__}: {error}"
-        if is_due:
-            try:
-                with record_function("Muon.agree"):
-                    skips = self.check(notes() if error is None else {}, text, sets, skips)
-                self.has_compared = True
-            except (RuntimeError, ValueError):
-                if error is None:  # else this rank's own error is the cause, or says more
-                    raise
-        if error is not None:
-            raise error
-        if self.has_compared:
-            self._structure = structure
-        return skips
+            # This rank's own error is the cause, or says more.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self.check({}, text, sets, bool(skip))
 
     def revoke(self) -> None:
         """Revokes what all ranks have agreed on, so that they compare notes in the next step."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import triton_kernels
 from ..distributed import agreement, dtensors, hsdp, regions
-from ..distributed.plan import Entry, Planner
+from ..distributed.plan import Entry, Plan, Planner
 from ..distributed.wire import wire_of
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import recipe_for
@@ -73,6 +73,15 @@ class Survey:
     @property
     def all_entries(self) -> list[Entry]:
         return [entry for entries in self.entries for entry in entries if entry is not None]
+
+    def plan(self, groups: Sequence[Group], settings: Settings) -> tuple[Plan, frozenset[int]]:
+        """The plan of a step, and which of its entries take no part, for lack of a gradient."""
+        planner = self.planner(groups, settings)
+        params = [(groups[e.group].params[e.index], groups[e.group]) for e in planner.entries]
+        absent = frozenset(
+            [n for n, (p, of) in enumerate(params) if p.grad is None and of.missing_grad != "zero"]
+        )
+        return planner.plan(absent), absent
 
     def planner(self, groups: Sequence[Group], settings: Settings) -> Planner:
         """Makes the plans of this survey's steps."""
@@ -274,3 +283,13 @@ def read_by_options(
 def shared_with(param: Tensor, settings: Settings) -> Optional[agreement.Ranks]:
     """The ranks that a parameter is shared with: of its mesh, or of the process group."""
     return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else settings.replica_ranks
+
+
+def has_replicas(params: Iterable[Tensor], settings: Settings) -> bool:
+    """Whether other ranks hold the same part of one of these parameters as this rank."""
+    rank, replicas = dtensors.this_rank(), settings.replica_ranks
+    shardings = map(dtensors.sharding_of, params)
+    return any(
+        len(replicas or () if sharding is None else sharding.peers(rank, (), replicas=True)) > 1
+        for sharding in shardings
+    )

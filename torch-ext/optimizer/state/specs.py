@@ -181,3 +181,12 @@ def check_tensors(
                     f"of {where} this rank holds {tuple(local.shape)}, where it should be "
                     f"{tuple(needed)}"
                 )
+
+
+def divided_rows(own: Mapping[str, Any]) -> Optional[Tensor]:
+    """This rank's rows of a parameter's momentum or first moment, if replicas divide it."""
+    for key in ("momentum_buffer", "exp_avg"):
+        value = own.get(key)
+        if value is not None and dtensors.is_dtensor(value) and value.placements[0].is_shard():
+            return dtensors.local(value)
+    return None

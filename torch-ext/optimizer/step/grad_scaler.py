@@ -21,6 +21,7 @@ from ..distributed import dtensors
 from ..distributed.agreement import Ranks
 from ..parameters.options import Group, Settings
 from ..parameters.survey import shared_with
+from .progress import Progress
 
 
 def scaler_agrees(params: Sequence[Tensor], settings: Settings) -> bool:
@@ -65,8 +66,6 @@ class Scaling:
     Attributes:
         skips: whether the step is to be skipped, False until `check` has read it; None if no scaler
             has set attributes.
-        has_unscaled: whether gradients have been divided by the scale. If so, a step that fails
-            can't be repeated, since it would divide them again.
     """
 
     def __init__(self, optimizer: Any):
@@ -74,7 +73,6 @@ class Scaling:
         self._found_inf: Any = getattr(optimizer, "found_inf", None)
         self.skips = None if self._found_inf is None else False
         self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
-        self.has_unscaled = False
 
     def __enter__(self) -> Scaling:
         return self
@@ -106,8 +104,11 @@ class Scaling:
                         "numbers when it is unscaled: keep weights in fp32 under torch.autocast"
                     )
 
-    def unscale(self, groups: Sequence[Group]) -> None:
-        """Divides all gradients by the scale, in place, as ``scaler.unscale_`` does."""
+    def unscale(self, groups: Sequence[Group], progress: Progress) -> None:
+        """Divides all gradients by the scale, in place, as ``scaler.unscale_`` does.
+
+        A step that fails after that can't be repeated, since it would divide them again.
+        """
         if self._scale is None:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -117,5 +118,5 @@ class Scaling:
                     grad = dtensors.local(param.grad)
                     by_device.setdefault(grad.device, []).append(grad)
         for device, grads in by_device.items():
-            self.has_unscaled = True
+            progress.has_written = True
             torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))

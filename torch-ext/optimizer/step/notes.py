@@ -6,26 +6,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
 
 from torch import Tensor
 
 from ..distributed import dtensors
 from ..distributed.agreement import Ranks, StepNotes
-from ..distributed.plan import Entry, Plan
+from ..distributed.plan import Entry
 from ..parameters.options import GROUP_OPTIONS, SETTINGS, Group, Settings
 from ..parameters.survey import Survey
+from ..state.specs import divided_rows
+from .step import Step
 
 
 def take_notes(
-    groups: Sequence[Group],
-    survey: Survey,
-    plan: Plan,
-    absent: Collection[int],
-    settings: Settings,
-    clip_lines: Mapping[Ranks, Sequence[str]],
-    identify: Callable[[Ranks], str],
+    step: Step, survey: Survey, identify: Callable[[Ranks], str]
 ) -> dict[Ranks, StepNotes]:
     """What each set of ranks must have in common.
 
@@ -33,11 +29,11 @@ def take_notes(
     matrices share which of these have gradients; the ranks of a lane share what they exchange.
 
     Args:
-        groups, survey, plan, settings: of this step.
-        absent: numbers of the plan's entries that take no part in the step.
-        clip_lines: QK-Clip's lines, by the ranks of a mesh.
+        step, survey: of this step.
         identify: says, for the ranks of a mesh, which of their optimizers this is.
     """
+    groups, plan, settings = step.groups, step.plan, step.settings
+    clip_lines = step.clipping.notes if step.clipping else {}
     lines: dict[Ranks, list[str]] = defaultdict(list)
     gradients: dict[Ranks, list[str]] = defaultdict(list)
     owners: dict[Ranks, str] = defaultdict(str)
@@ -56,7 +52,7 @@ def take_notes(
     for ranks, layers in clip_lines.items():
         lines[ranks] += layers
     for number, entry in enumerate(plan.entries):
-        if number not in absent:
+        if number not in step.absent:
             param = groups[entry.group].params[entry.index]
             for ranks in _gradient_sets(entry, param, plan.rank, settings):
                 gradients[ranks].append(entry.name)
@@ -71,6 +67,23 @@ def take_notes(
         )
         for ranks in {**lines, **gradients, **owners}
     }
+
+
+def replica_difference(
+    step: Step, names: Sequence[Sequence[str]], state: Mapping[Any, Mapping[str, Any]]
+) -> Optional[str]:
+    """Says in what replicas differ: in weights, in gradients that the step does not average, or if
+    two of them have the same part of divided state."""
+    replicas = step.settings.replicas
+    if replicas is None:
+        return None
+    plain = [
+        (name, param, divided_rows(state.get(param, {})))
+        for group, group_names in zip(step.groups, names)
+        for name, param in zip(group_names, group.params)
+        if param.requires_grad and not dtensors.is_dtensor(param)
+    ]
+    return replicas.difference(plain, averaged=step.settings.zero2_replicas is None)
 
 
 def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:

@@ -20,6 +20,7 @@ from ..scratch import Scratch
 from ..state.rounding import Rounding
 from ..weight_rounding import RoundedBy
 from .binding import Bound, Pieces, State
+from .progress import Progress
 
 if TYPE_CHECKING:
     from ..distributed.zero2 import MeanGradients, RowAllGather
@@ -37,15 +38,13 @@ class Step:
         absent: numbers of the plan's entries that take no part, for lack of a gradient.
         bound: of the last step.
         audit: records what the step does; None without an audit.
+        progress: how far the step has come.
         only_creates: whether the step only creates state, and does not count as one of AdamW.
 
     Attributes:
         params: Muon's, in the order of the plan's entries.
         exchanges: of the chunks in flight, by `Event.chunk`.
         means: averages gradients; in ZeRO-2 only.
-        has_written: whether parameters or state may have changed.
-        has_released: whether some gradients were set to None.
-        has_exchanged: whether the last updates from other ranks have come.
     """
 
     bound: Bound
@@ -63,6 +62,7 @@ class Step:
         clipping: Optional[Clipping],
         bound: Optional[Bound],
         audit: Optional[Audit],
+        progress: Progress,
         only_creates: bool = False,
     ):
         self.plan = plan
@@ -74,7 +74,7 @@ class Step:
         self.only_creates = only_creates
         self.scratch = Scratch()
         self.exchanges: dict[tuple[int, int], Exchange] = {}
-        self.has_written = self.has_released = self.has_exchanged = False
+        self.progress = progress
         self.params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self.absent = absent
         self._state = state
@@ -244,7 +244,7 @@ class Step:
             self._grads[number] = None
             group = self.groups[self.plan.entries[number].group]
             if group.none_grad and not group.capturable:
-                self.has_released = True
+                self.progress.has_written = True
                 self.params[number].grad = None
 
     # -- weights -------------------------------------------------------------------------------

@@ -1,0 +1,422 @@
+"""What of an optimizer is saved and loaded: state dicts, exact weights, pickles, broken steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Optional, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ..cpu_offload import CPUOffload
+from ..distributed import agreement, dtensors
+from ..parameters import validation
+from ..parameters.names import find_name, state_dict_key
+from ..parameters.options import GROUP_OPTIONS, Group, Settings
+from ..parameters.survey import Survey
+from ..qk_clip.clip import QKClip
+from . import checkpoints, integrity
+from .rounding import Rounding
+from .specs import divided_rows
+from .store import StateStore
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def through_wrappers(method: _Function) -> _Function:
+    """Decorates a method that sets attributes, so that these are set on the optimizer itself.
+
+    A wrapper that derives from the optimizer's class and forwards attributes, as Lightning's does,
+    inherits methods. It would forward what they read, and keep what they set.
+    """
+
+    @functools.wraps(method)
+    def call(self: Stateful, *args: Any, **kwargs: Any) -> Any:
+        return method(self._registration.optimizer, *args, **kwargs)
+
+    return cast(_Function, call)
+
+
+class Stateful(torch.optim.Optimizer):
+    """An optimizer whose state can be saved on one layout and loaded on another.
+
+    It reads the parameter groups; `Muon` checks and surveys them, and steps.
+    """
+
+    _settings: Settings
+    _clip: QKClip
+    _offload: CPUOffload
+    _store: StateStore
+    _rounding: Rounding
+    _integrity: integrity.Integrity
+    _agreement: agreement.Agreement
+    _registration: agreement.Registration
+    _names: list[Optional[list[str]]]  # by group
+    _audit: Any = None
+    _load: object = None  # tells the last load from earlier ones
+    _warned_of_rows = False  # of a state dict with only this rank's rows
+
+    def _take_survey(self, groups: list[Group]) -> Survey:
+        raise NotImplementedError
+
+    def _sets(self) -> set[agreement.Ranks]:
+        raise NotImplementedError
+
+    def _forget_plans(self) -> None:
+        raise NotImplementedError
+
+    def _forget_tensors(self) -> None:
+        raise NotImplementedError
+
+    def _params(self) -> Iterator[Tensor]:
+        return (param for group in self.param_groups for param in group["params"])
+
+    @property
+    def names(self) -> list[Optional[list[str]]]:
+        """For each group the names of its parameters, in order, or None.
+
+        They are no key of the groups, which torch.distributed.checkpoint would want in checkpoints.
+        """
+        return [view.names for view in self._read_groups()]
+
+    def _read_groups(self) -> list[Group]:
+        """Views of all groups as they are now; most of the package reads only these.
+
+        Names that were set on a group since the last call are taken over first.
+        """
+        if len(self._names) != len(self.param_groups):
+            raise ValueError(
+                f"there are {len(self.param_groups)} param_groups, but {len(self._names)} were "
+                "added: add groups by add_param_group; make a new optimizer to leave groups out"
+            )
+        for number, group in enumerate(self.param_groups):
+            if "names" in group:  # set on the group after construction
+                self._names[number] = group.pop("names")
+                if "param_names" in group:
+                    group["param_names"] = self._names[number]
+            elif "param_names" in group:
+                self._names[number] = group["param_names"]
+        return [
+            self._translate({**group, "names": names, "where": f"param_groups[{number}]"})
+            for number, (group, names) in enumerate(zip(self.param_groups, self._names))
+        ]
+
+    def _translate(self, group: dict[str, Any]) -> Group:
+        """The view of a group; subclasses whose groups have other keys rename these first."""
+        group.setdefault("rounding_step", 0)
+        return Group(**{key: group[key] for key in Group.__dataclass_fields__})
+
+    def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults of the keys that a group may lack; in subclasses they can depend on it."""
+        return {key: self.defaults[key] for key in GROUP_OPTIONS}
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether weights and state do not belong together: a `step` or a load broke off, or
+        `discard_state` was called. `load_state_dict` mends that, or `accept_partial_step`."""
+        return self._integrity.is_broken()
+
+    def _create_state(self, groups: list[Group]) -> None:
+        entries = self._take_survey(groups).entries
+        self._store.create_missing(self.state, groups, entries, self._settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim; missing state is created first, and dtypes of options become text,
+        since torch.distributed.checkpoint takes no dtypes in full state dicts.
+
+        Raises:
+            RuntimeError: a `step` or a load broke off; see `accept_partial_step` and
+                `discard_state`.
+        """
+        self._integrity.check(accept=integrity.VOID)
+        groups = self._read_groups()
+        self._create_state(groups)
+        self._rounding.begin(groups, self.state)
+        self._offload.synchronize()
+        self._store.note_zeros(self.state)
+        self._warn_about_divided_state()
+        held = set(map(id, self._params()))
+        params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
+        departed = {p: self.state.pop(p) for p in params if id(p) not in held}
+        try:
+            state_dict = super().state_dict()
+        finally:
+            self.state.update(departed)
+        # A later step, or a change of options, may replace tensors in the optimizer's own dicts.
+        state_dict["state"] = {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in state_dict["state"].items()
+        }
+        for group in state_dict["param_groups"]:
+            group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
+        return state_dict
+
+    def _warn_about_divided_state(self) -> None:
+        """Warns once of state that replicas divide, unless torch.distributed.checkpoint asks."""
+        if self._warned_of_rows or len(self._settings.replica_ranks or ()) < 2:
+            return
+        is_divided = any(
+            divided_rows(self.state.get(param, {})) is not None
+            for param in self._params()
+            if not dtensors.is_dtensor(param)
+        )
+        if is_divided and not validation.is_called_by("torch.distributed.checkpoint"):
+            validation.warn(
+                "state_dict() has only this rank's rows of the state that process_group divides: a "
+                "file that one rank alone saves of it (torch.save on rank 0) is of no use to "
+                "resume from. Save by torch.distributed.checkpoint, or each rank a file, or leave "
+                "process_group out"
+            )
+            self._warned_of_rows = True
+
+    @torch.no_grad()
+    def exact_weights(self) -> dict[str, Tensor]:
+        """The weights of ``weight_rounding="exact"`` in fp32, by their keys in the model's
+        ``state_dict()``, which are the names in the groups.
+
+        The tensors are new, and placed as the parameters are. Call this on all ranks alike: where
+        replicas divide AdamW's state, they send each other rows of it.
+
+        Raises:
+            ValueError: groups without names, or two parameters of one name.
+
+        >>> state_dict = {**model.state_dict(), **optimizer.exact_weights()}
+        """
+        params = self._params_with_residuals()
+        return {key: self._rounding.exact(param) for key, param in params.items()}
+
+    @torch.no_grad()
+    def load_exact_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets weights and their residuals to weights in fp32, as `exact_weights` gives them.
+
+        You need not give all weights, and what wrappers add to names may differ. Call this after
+        `load_state_dict`, which would replace the residuals.
+
+        Raises:
+            ValueError: a name that has no residual here or may be several parameters', two names of
+                one parameter, or a tensor that does not fit; nothing was loaded.
+        """
+        params, values = self._params_with_residuals(), {}
+        find = find_name(name for group in self._read_groups() for name in group.names or ())
+        for name, value in weights.items():
+            key = state_dict_key(find(name) or name)
+            validation.check_exact_weight(name, value, params.get(key))
+            if key in values:
+                raise ValueError(f"{name} is {key}, which is given twice")
+            values[key] = value
+        for key, value in values.items():
+            self._rounding.set_exact(params[key], value)
+
+    def _params_with_residuals(self) -> dict[str, Tensor]:
+        """Parameters that have a residual, by their keys in the model's ``state_dict()``."""
+        self._integrity.check()
+        groups = self._read_groups()
+        self._create_state(groups)
+        self._rounding.begin(groups, self.state)
+        return self._rounding.by_key(groups)
+
+    @through_wrappers
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
+
+        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
+        constructed.
+
+        Raises:
+            ValueError: the checkpoint does not fit; nothing was loaded.
+            RuntimeError: loading broke off after it had begun, and has to be repeated.
+        """
+        checkpoints.check_type(state_dict)
+        loaded: dict[Tensor, dict[str, Any]] = {}
+        own: set[int] = set()  # ids of tensors that are used again
+        before = id(self.state)  # torch puts another mapping in its place once all checks passed
+
+        # An interrupt may leave hooks of an earlier load registered, which have to do nothing.
+        this_load = self._load = object()
+
+        def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            if self._load is not this_load:
+                return saved
+            states, others = checkpoints.read_states(saved)
+            if self._integrity.is_broken(accept=integrity.VOID):
+                checkpoints.check_apart(states, self.state)
+            own.update(map(id, checkpoints.tensors_of(self.state)))
+            own.difference_update(map(id, self._store.unwritten_zeros()))
+            with _suggesting_kind(saved["param_groups"]):
+                merged, by_param = self._check_saved(states, others, saved["param_groups"])
+            loaded.update(by_param)
+            return {**saved, "state": others, "param_groups": merged}
+
+        def restore(_: torch.optim.Optimizer) -> None:
+            nonlocal before
+            if self._load is not this_load:
+                return
+            self._offload.clear()
+            checkpoints.place_tensors(self.state, loaded, self._offload, own)
+            self._create_state(self._read_groups())
+            self._integrity.mend()
+            before = id(self.state)  # what the user's post-hooks raise breaks nothing
+
+        def has_begun(_: BaseException) -> bool:
+            return id(self.state) != before
+
+        # `check` runs after the user's pre-hooks, `restore` before the user's post-hooks.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        ]
+        # Tensors that are made in inference mode can't be changed outside of it. The context that
+        # turns it off would also turn gradients on, so this keeps them on or off as they were.
+        enabled = torch.is_grad_enabled()
+        try:
+            with (
+                self._integrity.changing("load_state_dict()", has_begun),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(enabled),
+            ):
+                super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_saved(
+        self,
+        states: dict[Any, Any],
+        others: dict[Any, Any],
+        param_groups: Sequence[dict[str, Any]],
+    ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
+        """Checks a checkpoint's state and groups, and divides its state like this optimizer's;
+        returns its groups, with every key, and its state by parameter."""
+        merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
+        groups = self._read_groups()
+        wheres = [f"{group.where} of the checkpoint" for group in groups]
+        saved_groups = [
+            self._translate({**raw, "names": None, "where": where})
+            for raw, where in zip(merged, wheres)
+        ]
+        entries = self._take_survey(groups).entries
+        by_param = checkpoints.check_and_divide(
+            groups, entries, saved_groups, states, others, self._settings
+        )
+        known = [{*group, *self._defaults_of(group)} for group in self.param_groups]
+        for group, saved, where in zip(self.param_groups, param_groups, wheres):
+            validation.check_keys(saved, self._defaults_of(group), where)
+        return validation.without_unknown_keys(merged, known), by_param
+
+    @torch.no_grad()
+    def load_foreign_state_dict(
+        self,
+        states: Any,
+        *,
+        kind: str,
+        params: Optional[Iterable[Any]] = None,
+        hyperparameters: bool = True,
+    ) -> None:
+        """Takes over the state of another optimizer, from its checkpoint.
+
+        `extras.foreign_checkpoints` says how, and has an example of each kind.
+
+        Args:
+            states: a loaded state dict, ``torch.load(path, weights_only=True)``; a list of the
+                state dicts of all ranks, in order; or, of two optimizers, a mapping
+                ``{"muon": …, "adamw": …}``, in which None makes their parameters start anew. Give
+                all of it to every rank; each takes its part without traffic.
+            kind: what wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``, ``"motif"``,
+                ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or ``"keller_jordan"``.
+            params: all parameters, as tensors, (name, parameter) pairs or names, in the order in
+                which the other optimizer was given them. Needed where names and the preset's groups
+                do not tell which parameter is which.
+            hyperparameters: take over those that both optimizers have, except the options of
+                orthogonalization and scale, and what schedulers keep; False keeps this optimizer's.
+
+        Raises:
+            ValueError: something does not fit, with the parameter's name; nothing was loaded.
+        """
+        groups = self._read_groups()
+        survey = self._take_survey(groups)
+        from ..extras.foreign_checkpoints import to_state_dict
+
+        state_dict = to_state_dict(
+            states,
+            kind,
+            params,
+            hyperparameters,
+            param_groups=self.param_groups,
+            groups=groups,
+            names=survey.names,
+            entries=survey.entries,
+            settings=self._settings,
+        )
+        self.load_state_dict(state_dict)
+
+    @through_wrappers
+    @torch.no_grad()
+    def accept_partial_step(self) -> None:
+        """Accepts that a step broke off, by an interrupt or an error, so that training goes on.
+
+        Some parameters, or their momentum, are a step ahead of others, and stay so. Gradients are
+        those that the step has left: call `zero_grad` and go on with the next batch.
+
+        Call this on all ranks alike, also on those whose step was whole. If a rank's step broke off
+        before its last exchange with other ranks, or if other ranks hold the same parameters and
+        may have updated them differently, then state can be saved, but the next step raises on all
+        ranks that share parameters: start a fresh launch from what was saved.
+
+        Raises:
+            RuntimeError: a load broke off, or `discard_state` was called; nothing was changed.
+        """
+        self._integrity.check(accept=integrity.PARTIAL)
+        self._create_state(self._read_groups())  # the first step may have made only some of it
+        if self.is_broken and not self._agreement.only_creates:
+            # As other ranks did, on which it was whole.
+            self._rounding.count_step(self.param_groups)
+        self._integrity.accept()
+        self._forget_plans()
+
+    @through_wrappers
+    @torch.no_grad()
+    def discard_state(self) -> None:
+        """Sets all state to zeros, for torch.distributed.checkpoint to load into it.
+
+        After a `step` that broke off, `state_dict` raises, so that no broken state is saved. After
+        this, it returns zeros, and `step` raises until `load_state_dict` has been called. Call this
+        on all ranks alike.
+        """
+        self._integrity.discard()
+        self._forget_tensors()
+        for param in [key for key in self.state if isinstance(key, Tensor)]:
+            del self.state[param]
+        self._offload.clear()
+        self._create_state(self._read_groups())
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._integrity.check()
+        self._rounding.begin(self._read_groups(), self.state)
+        self._offload.synchronize()
+        keys = ("_settings", "_offload", "_clip", "_integrity", "_rounding")
+        kept = {key: vars(self)[key] for key in keys}
+        return {**super().__getstate__(), "_names": self.names, **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        is_unpickled = "_store" not in vars(self)
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
+        self._store = StateStore(self._offload)
+        self._forget_plans()
+        if not is_unpickled:
+            self._rounding = Rounding(self._offload)
+            return
+        self._clip = QKClip(self._clip.config)
+        self._audit = None
+        self._registration = agreement.Registration(self._sets)
+
+
+def _suggesting_kind(saved_groups: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
+    """A context in which errors name another optimizer that wrote the checkpoint."""
+    if all(checkpoints.OWN_KEY in group for group in saved_groups):
+        return nullcontext()
+    from ..extras.foreign_checkpoints.kinds import suggesting_kind
+
+    return suggesting_kind(saved_groups)

@@ -1,0 +1,37 @@
+"""Knows how far a step has come on this rank, and so what an error in it may leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..distributed.agreement import Agreement
+
+
+class Progress:
+    """How far a step has come.
+
+    Args:
+        agreement: knows whether other ranks may step.
+        has_replicas: whether other ranks hold the same part of one of this rank's parameters.
+
+    Attributes:
+        is_running: whether the step's events have begun. An interrupt may come between any two
+            lines of them.
+        has_written: whether parameters, gradients or state may have changed.
+        has_exchanged: whether the last updates from other ranks have come.
+    """
+
+    def __init__(self, agreement: Agreement, has_replicas: Callable[[], bool]):
+        self._agreement = agreement
+        self._has_replicas = has_replicas
+        self.is_running = self.has_written = self.has_exchanged = False
+
+    def may_have_written(self, error: BaseException) -> bool:
+        """Whether an error may leave this rank, or others that go on without it, a part ahead."""
+        is_interrupt = self.is_running and not isinstance(error, Exception)
+        return is_interrupt or self.has_written or self._agreement.may_go
+
+    def may_have_parted(self) -> bool:
+        """Whether other ranks may be ahead, or replicas may differ, so that ranks can't go on."""
+        is_alone = self.has_exchanged and not self._has_replicas()
+        return self._agreement.may_go and not is_alone
