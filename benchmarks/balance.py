@@ -37,7 +37,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from planner.architectures import MODELS, weights_of
 
 optimizer = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
-matrices, regions = optimizer.matrices, optimizer.distributed.regions
+matrices, regions = optimizer.matrices, optimizer.regions
 planning = optimizer.distributed.plan
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)

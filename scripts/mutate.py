@@ -42,11 +42,9 @@ MUTANTS = [
     Mutant("newton_schulz/forms.py", "restarts.append(stop)", "pass"),
     Mutant("matrices.py", "start - index * stride, stop - index * stride", "start, stop"),
     Mutant("split_notation.py", "start += _size(summand, sizes) * stride", "start += stride"),
+    Mutant("regions.py", "if placement is not None and placement.strided:", "if False:"),
     Mutant(
-        "distributed/regions.py", "if placement is not None and placement.strided:", "if False:"
-    ),
-    Mutant(
-        "distributed/regions.py",
+        "regions.py",
         "if placement is None else placement.dim in dims",
         "if placement is None else True",
     ),

@@ -9,8 +9,8 @@ import torch
 
 from kernel import optimizer
 
-Sharding = optimizer.distributed.regions.Sharding
-ShardedDim = optimizer.distributed.regions.ShardedDim
+Sharding = optimizer.regions.Sharding
+ShardedDim = optimizer.regions.ShardedDim
 recipe_for = optimizer.newton_schulz.recipe_for
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import torch
 
 from kernel import optimizer
 
-regions = optimizer.distributed.regions
+regions = optimizer.regions
 Entry = optimizer.distributed.plan.Entry
 
 NONE = -1  # nothing has been written here

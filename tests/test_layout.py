@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kernel import optimizer
 from ranks import run_ranks
 
-regions = optimizer.distributed.regions
+regions = optimizer.regions
 dtensors = optimizer.distributed.dtensors
 process_groups = optimizer.distributed.process_groups
 Sharding, ShardedDim = regions.Sharding, regions.ShardedDim

@@ -28,7 +28,7 @@ from layouts import axes_of
 from plans import CPU, CUDA, ShardedDim, Sharding, entries_of, entry, make_plan, sharded
 from simulation import simulate
 
-regions = optimizer.distributed.regions
+regions = optimizer.regions
 
 # -- random sets of parameters ---------------------------------------------------------------------
 

@@ -76,22 +76,40 @@ def imported(module: str, nodes: list[ast.AST]) -> Iterator[str]:
             source = ".".join([*base, *filter(None, [node.module])])
             for name in (f"{source}.{alias.name}".lstrip(".") for alias in node.names):
                 found = (name, f"{name}.__init__", source, f"{source}.__init__".lstrip("."))
-                yield next(candidate for candidate in found if candidate in MODULES)
+                yield from [candidate for candidate in found if candidate in MODULES][:1]
+
+
+def imports_of(file: Path) -> list[ast.AST]:
+    """Import statements of a file, lazy ones, too, but for those that only a type checker reads."""
+    tree = ast.parse(file.read_text())
+    tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.dump(node)]
+    return list(ast.walk(tree))
+
+
+GRAPH = {
+    module: set(imported(module, imports_of(file))) - {module} for module, file in MODULES.items()
+}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
 
 
 def test_the_engine_imports_no_convenience():
-    for module, file in MODULES.items():
-        if module.split(".")[0] in CONVENIENCES or module in FACADES:
-            continue
-        tree = ast.parse(file.read_text())
-        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.dump(node)]
-        targets = imported(module, list(ast.walk(tree)))
-        assert [name for name in targets if name.split(".")[0] in CONVENIENCES] == [], module
+    for module, targets in GRAPH.items():
+        if room_of(module) not in CONVENIENCES and module not in FACADES:
+            assert [name for name in targets if room_of(name) in CONVENIENCES] == [], module
 
 
 def test_no_module_imports_one_that_imports_it():
-    graph = {
-        module: set(imported(module, ast.parse(file.read_text()).body)) - {module}
-        for module, file in MODULES.items()
-    }
-    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
+    list(TopologicalSorter(GRAPH).static_order())  # raises CycleError, which names the modules
+
+
+def test_rooms_depend_on_each_other_one_way():
+    rooms: dict[str, set[str]] = {}
+    for module, targets in GRAPH.items():
+        room = rooms.setdefault(room_of(module), set())
+        is_facade = module in FACADES  # which loads conveniences where they are called
+        room |= {room_of(t) for t in targets if not (is_facade and room_of(t) in CONVENIENCES)}
+        room.discard(room_of(module))
+    list(TopologicalSorter(rooms).static_order())

@@ -29,7 +29,7 @@ specs = optimizer.state.specs
 replicas, zero2 = (
     import_module(f"{optimizer.__name__}.distributed.{m}") for m in ("replicas", "zero2")
 )
-shard_interval = optimizer.distributed.regions.shard_interval
+shard_interval = optimizer.regions.shard_interval
 MeanGradients, RowAllGather, is_divided = (
     zero2.MeanGradients,
     zero2.RowAllGather,

@@ -139,12 +139,12 @@ def entries_of(
 
 
 def rows_of(kernel: Any, layout: Layout) -> Any:
-    """Rows of replicated weights, divided among all ranks, as `distributed.regions.Sharding`."""
+    """Rows of replicated weights, divided among all ranks, as `regions.Sharding`."""
     return _sharding(kernel, layout.mesh, (0, False))
 
 
 def sharding_of(kernel: Any, weight: Weight, layout: Layout) -> Any:
-    """Where a weight lies, as `distributed.regions.Sharding`."""
+    """Where a weight lies, as `regions.Sharding`."""
     mesh, everyone = layout.mesh, (math.prod(layout.mesh),)
     if layout.replicated:
         return _sharding(kernel, mesh, None)
@@ -166,8 +166,8 @@ def sharding_of(kernel: Any, weight: Weight, layout: Layout) -> Any:
 @functools.cache  # one object for all weights that lie alike: of thousands of ranks, told by id
 def _sharding(kernel: Any, mesh: tuple[int, ...], *splits: tuple[int, bool] | None) -> Any:
     """A `Sharding` of all ranks, from (dimension, strided) or None for each mesh dimension."""
-    ShardedDim = kernel.distributed.regions.ShardedDim
-    return kernel.distributed.regions.Sharding(
+    ShardedDim = kernel.regions.ShardedDim
+    return kernel.regions.Sharding(
         mesh,
         tuple(range(math.prod(mesh))),
         tuple(None if split is None else ShardedDim(*split) for split in splits),

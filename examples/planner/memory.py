@@ -47,7 +47,7 @@ def elements_of_all(
 
 def _elements(kernel: Any, held: Counter[tuple], ranks: int) -> Ints:
     """Of tensors by how they lie and by shape, (ranks,)."""
-    numel = kernel.distributed.regions.numel
+    numel = kernel.regions.numel
     total = np.zeros(ranks, np.int64)
     for (sharding, shape), times in held.items():
         regions = (sharding.region(shape, rank) for rank in range(ranks))

@@ -20,9 +20,9 @@ from .core import clip_weights
 from .cpu_offload import CPUOffload, Fetch, Load
 from .cpu_offload.ring import ALIGNMENT, memory_order
 from .distributed.dtensors import is_dense, is_dtensor, local
-from .distributed.regions import shard_interval
 from .distributed.replicas import Replicas, is_divided
 from .parameters.options import Group
+from .regions import shard_interval
 from .weight_rounding import RoundedBy, round_into, widen
 
 if TYPE_CHECKING:

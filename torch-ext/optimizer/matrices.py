@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .distributed import regions
-from .distributed.regions import Interval, Region
+from . import regions
+from .regions import Interval, Region
 from .split_notation import Part, parts_of
 
 

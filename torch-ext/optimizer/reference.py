@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import empty
 
-from . import core
-from .distributed import dtensors, regions
+from . import core, regions
+from .distributed import dtensors
 from .distributed.plan import ranks_sort_key
 from .newton_schulz.iteration import Eps, orthogonalize
 from .parameters.options import Group

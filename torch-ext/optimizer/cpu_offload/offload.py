@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..distributed.dtensors import compute_device, local, with_local
-from ..state.specs import KEYS
 from .arena import Arena
 from .backend import IN, OUT, Backend
 from .ring import Fetch, Load, Ring, dense_stride
@@ -21,6 +20,9 @@ LEAST_SLOT_BYTES = 512 << 20
 
 # Accelerators with memory of their own, and streams.
 DEVICE_TYPES = ("cuda", "xpu", "mtia", "hpu", "npu", "privateuseone")
+
+# The state that may live in host memory: all but AdamW's count of steps.
+KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "weight_residual")
 
 State = Mapping[Any, Any]  # of an optimizer
 Params = Iterable[tuple[Tensor, bool]]  # and whether they are Muon's

@@ -11,10 +11,10 @@ from typing import NamedTuple, Optional
 
 from torch import Tensor
 
+from .. import regions
 from ..matrices import LocalPart
-from . import regions
+from ..regions import Region
 from .limits import Limits
-from .regions import Region
 from .units import Channel, Entry, Unit
 
 # The most elements that the slots of an all-gather may take, over the elements that they hold.

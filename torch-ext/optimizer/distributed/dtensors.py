@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..regions import ShardedDim, Sharding, shape_of, slices
 from .collectives import has_backend
-from .regions import ShardedDim, Sharding, shape_of, slices
 from .replicas import Replicas
 
 if dist.is_available():

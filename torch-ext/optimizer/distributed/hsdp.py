@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from . import regions
+from .. import regions
 from .units import Entry
 
 MODES = ("auto", "spread", "redundant")

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
+from .. import regions
 from ..matrices import Block
-from . import regions
+from ..regions import Region
 from .chunks import Batch, Chunk, ChunkBuilder
 from .limits import MOST_SHARED, Limits
 from .owners import Candidate, give_away, into_chunks
-from .regions import Region
 from .units import Channel, Entry, Unit, boxes_and_holders
 
 

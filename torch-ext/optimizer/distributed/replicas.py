@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..regions import ShardedDim, Sharding
 from .collectives import gather_over_ranks
-from .regions import ShardedDim, Sharding
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,11 +9,11 @@ from typing import Optional
 
 import torch
 
+from .. import regions
 from ..core import update_scale
 from ..matrices import Block, Matrices
 from ..newton_schulz import Recipe
-from . import regions
-from .regions import Region, Sharding
+from ..regions import Region, Sharding
 
 
 @dataclass(frozen=True)

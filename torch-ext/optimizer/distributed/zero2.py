@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..regions import shard_interval
 from ..scratch import Scratch
 from .collectives import all_gather_slots, single_tensor_collective
 from .dtensors import grad_dtype
-from .regions import shard_interval
 
 # Bytes of one bucket's staging: so many that latency does not count (even each of 64 ranks gets
 # 1 MiB), or, on CPUs, so few that a packed bucket is still in the cache when it is sent.

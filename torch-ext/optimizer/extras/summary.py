@@ -11,9 +11,9 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from .. import adamw
+from .. import adamw, regions
 from ..async_utils import Do, Event
-from ..distributed import dtensors, regions, zero2
+from ..distributed import dtensors, zero2
 from ..distributed.chunks import MOMENT_BYTES, Chunk
 from ..distributed.plan import Entry, Lane, Plan, Unit
 from ..distributed.replicas import is_divided

@@ -15,8 +15,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .. import triton_kernels
-from ..distributed import agreement, dtensors, hsdp, regions
+from .. import regions, triton_kernels
+from ..distributed import agreement, dtensors, hsdp
 from ..distributed.plan import Entry, Plan, Planner
 from ..distributed.wire import wire_of
 from ..matrices import Matrices, read_as_matrices

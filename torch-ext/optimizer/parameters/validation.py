@@ -16,8 +16,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .. import newton_schulz
-from ..distributed import dtensors, regions
+from .. import newton_schulz, regions
+from ..distributed import dtensors
 from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import dtensors, regions
+from .. import regions
+from ..distributed import dtensors
 from ..distributed.collectives import max_over_ranks
 from ..distributed.dtensors import this_rank
 from .config import LayerConfig, LayerKey

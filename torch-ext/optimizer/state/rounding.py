@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import regions
 from ..cpu_offload import CPUOffload
-from ..distributed import dtensors, regions
+from ..distributed import dtensors
 from ..parameters.names import normalize_name, state_dict_key
 from ..parameters.options import Group
 from ..weight_rounding import RandomBits, RoundedBy, as_int16, random_key, round_into, widen

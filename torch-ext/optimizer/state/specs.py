@@ -8,13 +8,14 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..distributed import dtensors, regions
+from .. import regions
+from ..cpu_offload.offload import KEYS
+from ..distributed import dtensors
 from ..distributed.plan import Entry
 from ..distributed.replicas import is_divided
 from ..parameters.options import FLOATING_DTYPES, Group, Settings
 
 # Keys of the tensors of state that can be large, and with AdamW's ``step``, one number, all keys.
-KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "weight_residual")
 ALL_KEYS = (*KEYS, "step")
 
 

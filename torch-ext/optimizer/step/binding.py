@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .. import adamw, core
+from .. import adamw, core, regions
 from ..async_utils import Do, Event, schedule, with_averages
 from ..cpu_offload import CPUOffload, Fetch, Load, Ring
-from ..distributed import dtensors, process_groups, regions
+from ..distributed import dtensors, process_groups
 from ..distributed.chunks import Batch, Chunk, Share
 from ..distributed.plan import Lane, Plan
-from ..distributed.regions import Region
 from ..distributed.replicas import Replicas
 from ..distributed.units import Unit
 from ..matrices import LocalPart
 from ..parameters.options import Group, Settings
+from ..regions import Region
 from ..state.rounding import Rounding
 
 if TYPE_CHECKING:

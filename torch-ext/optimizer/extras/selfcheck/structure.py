@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from ...distributed import regions
+from ... import regions
 from ...matrices import Matrices
 from ...muon import Muon
 from ...parameters.names import counted, matches, normalize_name, normalize_names
