@@ -535,7 +535,7 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
     for key in set(group) - {*_CONTENTS, *valid}:
         raise ValueError(
             f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
-            f"has not{_instead(key, valid)}. Set further options of this package, and keys of your "
+            f"has not{_instead(key, sorted(valid))}. Set further options of this package, and keys of your "
             "own, on the groups that the preset returns"
         )
 
@@ -543,7 +543,7 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
 def _instead(word: str, valid: Collection[str]) -> str:
     """What may be meant by a word that means nothing, and all words that mean something."""
     instead = suggestion(word, valid)
-    return f"{f' ({instead})' if instead else ''}; it has {', '.join(sorted(valid))}"
+    return f"{f' ({instead})' if instead else ''}; it has {', '.join(valid)}"
 
 
 def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
