@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...distributed.dtensors import is_dtensor
 from ...parameters.names import matches, normalize_name
-from ...qk_clip.config import KINDS, QUERIES
+from ...qk_clip.config import QUERIES, SIDES
 from .attention_calls import Call, CallReporter, read, read_scores
 
 if dist.is_available():
@@ -32,7 +32,7 @@ if dist.is_available():
 FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value")
 
 # Names of projections in attention modules; nn.MultiheadAttention has parameters for them.
-PROJECTIONS = frozenset({*KINDS, *FUSED, "in_proj_weight", "q_proj_weight"})
+PROJECTIONS = frozenset({*SIDES, *FUSED, "in_proj_weight", "q_proj_weight"})
 
 OBSERVE = "call the recorder's observe or observe_scores in its forward"
 
@@ -71,7 +71,7 @@ class QKLogitRecorder:
             its first compiled forward: Dynamo does not see hooks that come later.
         modules: patterns for names of modules, shell-style for the whole name, or whole components
             of it; of modules within each other, a pattern means the outermost. None for all that
-            own a projection by its usual name (`config.KINDS`, `FUSED`), as a module or a
+            own a projection by its usual name (`config.SIDES`, `FUSED`), as a module or a
             parameter, and ``nn.MultiheadAttention`` (to be called with ``need_weights=False``).
 
     Raises:
