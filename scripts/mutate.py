@@ -69,7 +69,11 @@ MUTANTS = [
         "async_utils.py", "if computed - updated > 1 or not gathering or makes_room:", "if True:"
     ),
     Mutant("step/grad_scaler.py", "if reached != everyone and not replicated", "if not reached"),
-    Mutant("qk_clip/scales.py", "torch.cat([least.sqrt(), least,", "torch.cat([least, least,"),
+    Mutant(
+        "qk_clip/scales.py",
+        "torch.stack([least.sqrt(), least], 1)",
+        "torch.stack([least, least], 1)",
+    ),
     Mutant("qk_clip/clip.py", "_ = self._scales  # a rank", "pass  # a rank"),
     Mutant("state/specs.py", "torch.float32 if in_fp32 else param.dtype", "param.dtype"),
     Mutant("state/checkpoints.py", "if saved.use_muon != group.use_muon:", "if False:"),

@@ -626,7 +626,10 @@ WRONG_CONFIGS = [
     ({"head_dim": 2, "q_indices": [0, 4]}, "q_indices has head 4, but layers.0.attn has 4"),
     ({"head_dim": 2, "k_indices": [0, 1, 2, 9]}, "k_indices has head 9, but layers.0.attn has 4"),
     ({"head_dim": 2, "k_indices": [0, 1]}, "k_indices lists 2 key heads, but .* 4 query heads"),
-    ({"head_dim": 2, "q_indices": [0, 1], "k_indices": [0]}, "lists 2 heads and k_indices 1"),
+    (
+        {"head_dim": 2, "q_indices": [0, 1], "k_indices": [0]},
+        "lists 1 key heads, but .* 2 query heads",
+    ),
     ({"head_dim": 2, "qk_nope_head_dim": 2}, "qk_nope_head_dim but not is_mla=True"),
     ({"is_mla": True, "qk_nope_head_dim": 2}, "qk_rope_head_dim must be an int ≥ 0, found None"),
     ({"is_mla": 1}, "is_mla must be True or False, found 1"),

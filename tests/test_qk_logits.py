@@ -354,8 +354,14 @@ def test_inductor_gives_the_same_numbers():
     [
         ({"q": torch.ones(4, 8)}, r"q must be \(batch, heads, positions, width\).*\(4, 8\)"),
         ({"k": torch.ones(2, 4, 37, 8)}, "q has 6 heads, which is no multiple of the 4 heads of k"),
-        ({"k": torch.ones(2, 2, 37, 9)}, r"k of shape \(2, 2, 37, 9\) does not fit q"),
-        ({"k": torch.ones(3, 2, 37, 8)}, r"k of shape \(3, 2, 37, 8\) does not fit q"),
+        (
+            {"k": torch.ones(2, 2, 37, 9)},
+            r"k must be \(2, 2, 37, 8\), but has shape \(2, 2, 37, 9\)",
+        ),
+        (
+            {"k": torch.ones(3, 2, 37, 8)},
+            r"k must be \(2, 2, 37, 8\), but has shape \(3, 2, 37, 8\)",
+        ),
         ({"k": torch.ones(2, 2, 37, 8).half()}, "k is torch.float16, but q is torch.float32"),
         ({"q": torch.ones(2, 6, 37, 8).int()}, "q must be real floating point, not torch.int32"),
         ({"k": torch.ones(2, 2, 37, 8, device="meta")}, "k is on meta, but q on cpu"),
@@ -363,7 +369,7 @@ def test_inductor_gives_the_same_numbers():
         ({"q_rope": torch.ones(2, 6, 37, 4)}, "only q_rope was given"),
         (
             {"q_rope": torch.ones(2, 6, 36, 4), "k_rope": torch.ones(2, 1, 37, 4)},
-            r"q_rope of shape \(2, 6, 36, 4\) does not fit",
+            r"q_rope must be \(2, 6, 37, 4\), but has shape \(2, 6, 36, 4\)",
         ),
         (
             {"q_rope": torch.ones(2, 6, 37, 4), "k_rope": torch.ones(2, 3, 37, 4)},

@@ -22,13 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    create_block_mask,
-    flex_attention,
-)
-from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -196,10 +192,10 @@ def test_outputs_gradients_and_state_stay_the_same():
 
 def test_the_hooks_and_torchs_functions_are_put_back():
     model = Model()
-    before = (F.scaled_dot_product_attention, flex_attention, imported_by_name)
+    before = (F.scaled_dot_product_attention, flex.flex_attention)
     with Recorder(model, NAMES[:1]) as recorder, Recorder(model, NAMES[1:]) as other:
         model(tokens())
-        assert (F.scaled_dot_product_attention, flex_attention, imported_by_name) == before
+        assert (F.scaled_dot_product_attention, flex.flex_attention) == before
         assert {**recorder.forwards, **other.forwards} == dict.fromkeys(NAMES, 1)
         assert_recorded({**recorder.take(), **other.take()}, model.expected())
     model(tokens())
@@ -346,7 +342,6 @@ def test_masks_scales_and_shapes_of_sdpa():
             lambda q, k, v: F.scaled_dot_product_attention(q, wide(k), wide(v), None, 0.0, True),
             "causal",
         ),
-        ("imported by name", lambda q, k, v: imported_by_name(q, wide(k), wide(v)), None),
         (
             "bool mask",
             lambda q, k, v: F.scaled_dot_product_attention(
@@ -440,7 +435,7 @@ def test_flex_attention_by_its_mask():
     model = Model()
     for number, attention in enumerate(model.attentions):
         mask = block_mask if number else None
-        attention.attend = lambda q, k, v, mask=mask: flex_attention(
+        attention.attend = lambda q, k, v, mask=mask: flex.flex_attention(
             q.detach(), k.detach(), v.detach(), block_mask=mask, enable_gqa=True
         )
     recorder = Recorder(model)
@@ -953,17 +948,16 @@ def record_on_meshes() -> None:
         assert not any(isinstance(maxima, DTensor) for maxima in taken.values()), case
         assert_recorded(taken, inner.expected())
 
-    if dp.get_local_rank():  # the same on all, and slow
-        return
-    model = parallel(Model(), tp)  # compiled: from the weights as they are
+    model = parallel(Model(), tp)
     recorder = Recorder(model)
     attention = model.attentions[0]
     attention.keeps, attention.attend = False, observing(recorder, NAMES[0])
     attention.compile(backend="eager")
+    model = shard(model)
     model(x)
     twin = parallel(Model(), tp)
     twin(x)
-    check_local_heads(recorder.take(), twin, tp, "compiled")
+    check_local_heads(recorder.take(), twin, tp, "compiled FSDP2 over TP")
 
 
 def observing_dtensors(recorder: Any, attention: Attention) -> Callable[..., Tensor]:
@@ -1020,9 +1014,7 @@ def test_recording_and_clipping_never_make_the_host_wait():
 
 @needs_cuda
 def test_maxima_of_compiled_flex_attention_are_those_of_its_queries_and_keys():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled = torch.compile(flex_attention)
+    compiled = torch.compile(flex.flex_attention)
     q, k, v = (torch.randn(2, 4, 256, 64, device="cuda") for _ in range(3))
     _, aux = compiled(q, k, v, return_aux=AuxRequest(max_scores=True))
     expected = optimizer.max_qk_logits(q, k, causal=False)

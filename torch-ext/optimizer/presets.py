@@ -533,17 +533,18 @@ _CONTENTS = ("params", "names", "param_names", "use_muon", "expert_keys")
 
 def _check_keys(group: Iterable[str], number: int, source: str, valid: Collection[str]) -> None:
     for key in set(group) - {*_CONTENTS, *valid}:
+        instead = _instead(key, sorted(valid))
         raise ValueError(
             f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
-            f"has not{_instead(key, valid)}. Set further options of this package, and keys of your "
-            "own, on the groups that the preset returns"
+            f"has not{instead}. Set further options of this package, and keys of your own, on the "
+            "groups that the preset returns"
         )
 
 
 def _instead(word: str, valid: Collection[str]) -> str:
     """What may be meant by a word that means nothing, and all words that mean something."""
     instead = suggestion(word, valid)
-    return f"{f' ({instead})' if instead else ''}; it has {', '.join(sorted(valid))}"
+    return f"{f' ({instead})' if instead else ''}; it has {', '.join(valid)}"
 
 
 def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:

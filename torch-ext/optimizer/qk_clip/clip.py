@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -19,7 +19,7 @@ from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey, shared_with
 from ..parameters.validation import warn
 from .config import ClipConfig, LayerKey
-from .layers import Layer, Layers, Logits, find_layers, quote
+from .layers import Layer, Logits, find_layers, match_logits, quote
 from .scales import PackedLayers, ReducedLogits
 
 
@@ -81,10 +81,10 @@ class QKClip:
         self.config = config
         self.recorder: Any = None
         self.next_logits: Optional[Logits] = None
-        self._warned: set[str] = set()  # each warning comes once
+        self._warned_of_none = False
         self._survey: Optional[Survey] = None  # the one that the layers were packed from
         self._packed_layers: list[PackedLayers] = []
-        self._layers = Layers({}, {})
+        self._layers: Sequence[Layer] = ()
         self._unshared: list[str] = []  # prefixes of layers whose weights are plain
         self._notes: dict[tuple[int, ...], list[str]] = {}
         self._steps = 0
@@ -95,40 +95,43 @@ class QKClip:
     def __reduce__(self) -> tuple:
         return QKClip, (self.config,)
 
-    def find(self, groups: Sequence[Group]) -> Collection[Layer]:
-        """The layers whose logits are bounded.
+    def find(self, groups: Sequence[Group]) -> list[Layer]:
+        """The layers of the groups; those that are left alone have no projections.
 
         Raises:
             ValueError: no names; a configuration that does not fit a projection.
         """
-        return () if self.config is None else find_layers(groups, self.config).bounded.values()
+        return [] if self.config is None else find_layers(groups, self.config)
 
     def check_and_warn(self, groups: Sequence[Group]) -> None:
         """Checks as `find` does, and warns where QK-Clip has no effect, or may miss a parameter."""
         if self.config is None:
             return
         layers = find_layers(groups, self.config)
-        if not layers.bounded:
+        bounded = [layer for layer in layers if layer.projections]
+        if not bounded:
             warn(
                 "clip_config: no query or key projection was found among the names of parameters; "
                 "give other names in row_map"
             )
-        if layers.unmatched:
-            warn(f"clip_config: no layer was found for {quote(layers.unmatched)}")
-        bounded = layers.bounded.values()
-        prefixes = {layer.prefix for layer in bounded if layer.config.value_dim is None}
+        keys = [key for key in self.config if key is not None]
+        unmatched = [key for key in keys if not any(layer.is_named(key) for layer in layers)]
+        if unmatched:
+            warn(f"clip_config: no layer was found for {quote(unmatched)}")
+        prefixes = {la.prefix for la in bounded if la.config and la.config.value_dim is None}
+        norms = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
         for name in (name for group in groups for name in group.names or ()):
             prefix, _, norm = normalize_name(name).rpartition(".")[0].rpartition(".")
-            if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
+            if prefix in prefixes and norm in norms:
                 warn(
                     f"clip_config: {name} normalizes what QK-Clip scales, which then has no "
                     "effect; bounded by their norms, such logits need no clip"
                 )
                 break
-        for number, group in enumerate(groups):
+        for group in groups:
             if group.names is None and any(p.ndim == 1 for p in group.params):
                 warn(
-                    f"clip_config: param_groups[{number}] has no names, so biases of query and key "
+                    f"clip_config: {group.where} has no names, so biases of query and key "
                     'projections are not found there: give the group "names"'
                 )
 
@@ -162,8 +165,8 @@ class QKClip:
                 "step() got qk_logits, but the optimizer has no clip_config that says how to bound "
                 'them: Muon(..., clip_config={"head_dim": 128, "threshold": 100})'
             )
-        if not is_dry:
-            self._warn_of_none(logits)
+        if not (is_dry or self._warned_of_none):
+            self._warned_of_none = _warn_of_none(logits)
         if logits is None:
             return None
         is_recorded = given is None  # and may have layers that this optimizer does not train
@@ -171,16 +174,17 @@ class QKClip:
         is_new = survey is not self._survey
         if is_new:
             self._pack_layers(find_layers(groups, self.config), survey, settings)
-        by_layer, unknown = self._layers.match(logits, pass_over_unknown=is_recorded)
+        by_layer, unknown = match_logits(logits, self._layers, pass_over_unknown=is_recorded)
         if is_new:
             _warn_of_unknown(unknown, groups)
         if self._unshared and dtensors.world_size() > 1 and not isinstance(logits, ReducedLogits):
-            self._warn_once(
+            warn(
                 f"QK-Clip: the weights of {quote(self._unshared)} are plain tensors, which the "
                 "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
                 "they see other logits, and their weights diverge: give Muon their process_group, "
                 "or step() logits that were reduced, qk_clip.reduce_qk_logits(logits)"
             )
+            self._unshared = []  # warns once
         packed_logits = []
         for packed in self._packed_layers:
             vector = packed.read_logits(by_layer)
@@ -189,39 +193,19 @@ class QKClip:
             packed_logits.append((packed, vector))
         return Clipping(packed_logits, self._notes, None if only_with_gradient else self)
 
-    def _warn_of_none(self, logits: Optional[Logits]) -> None:
-        """Warns of a step without logits."""
-        given = "clip_config is given, but "
-        if logits is None:
-            self._warn_once(
-                f"{given}step() got no qk_logits, so nothing is clipped: give it some, call "
-                "set_qk_logits() before, or set qk_recorder"
-            )
-        elif isinstance(logits, Mapping) and logits and all(v is None for v in logits.values()):
-            self._warn_once(
-                f"{given}qk_logits has no logits of any layer, so nothing is clipped: does "
-                "qk_recorder hook the model that is trained, or was it removed, or replaced by "
-                "another?"
-            )
-
-    def _warn_once(self, problem: str) -> None:
-        if problem not in self._warned:
-            self._warned.add(problem)
-            warn(problem)
-
-    def _pack_layers(self, layers: Layers, survey: Survey, settings: Settings) -> None:
+    def _pack_layers(self, layers: Sequence[Layer], survey: Survey, settings: Settings) -> None:
         """Packs the layers of the same ranks and device."""
         self._layers = layers
         self._unshared, self._notes = [], {}
         by_key: dict[tuple, list[Layer]] = {}  # the key: ranks and device
-        for layer in self._layers.bounded.values():
+        for layer in (layer for layer in layers if layer.projections):
             ranks = _ranks_of(layer, settings)
             if ranks is None:
                 self._unshared.append(layer.prefix)
             elif len(ranks) == 1 or dtensors.this_rank() not in ranks:
                 ranks = None
             else:
-                threshold = f"threshold {layer.config.threshold}"
+                threshold = f"threshold {layer.threshold}"
                 line = f"QK-Clip of layer {layer.key!r}: {threshold}, {layer.config}"
                 self._notes.setdefault(ranks, []).append(line)
             device = dtensors.compute_device(layer.params[0])
@@ -266,6 +250,24 @@ class QKClip:
             "total_nonfinite": sum(nonfinite for _, nonfinite in totals),
             "layers": layers,
         }
+
+
+def _warn_of_none(logits: Optional[Logits]) -> bool:
+    """Warns of a step without logits; returns whether it is one."""
+    if logits is None:
+        problem = (
+            "step() got no qk_logits, so nothing is clipped: give it some, call set_qk_logits() "
+            "before, or set qk_recorder"
+        )
+    elif isinstance(logits, Mapping) and logits and all(v is None for v in logits.values()):
+        problem = (
+            "qk_logits has no logits of any layer, so nothing is clipped: does qk_recorder hook "
+            "the model that is trained, or was it removed, or replaced by another?"
+        )
+    else:
+        return False
+    warn(f"clip_config is given, but {problem}")
+    return True
 
 
 def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from .. import split_notation
-from ..parameters.names import normalize_name
+from ..parameters.names import did_you_mean, normalize_name
 from ..parameters.options import Option, is_int, is_number
 
 # Names of parameters whose rows are heads. In multi-head latent attention, the parameters that
@@ -18,7 +17,6 @@ QUERIES = (*LATENT_QUERIES, "wq", "q_proj")
 KEYS = ("wk", "k_proj")
 LATENT_KEYS = ("wkv_b", "kv_b_proj")
 SIDES = {**dict.fromkeys(QUERIES, "q"), **dict.fromkeys((*KEYS, *LATENT_KEYS), "k")}
-KINDS = tuple(SIDES)
 
 
 def _int_from(least: int) -> Option:
@@ -27,10 +25,10 @@ def _int_from(least: int) -> Option:
 
 def _are_indices(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_list and all(is_int(index) and index >= 0 for index in value)
+    return value is None or (is_list and all(is_int(index) and index >= 0 for index in value))
 
 
-_INDICES = Option(lambda value: value is None or _are_indices(value), "a list of numbers of heads")
+_INDICES = Option(_are_indices, "a list of numbers of heads")
 _LATENT_DIMS = {
     "qk_nope_head_dim": _int_from(1),
     "qk_rope_head_dim": _int_from(0),
@@ -47,6 +45,7 @@ _OPTIONS = {
         lambda value: value is None or isinstance(value, Mapping), "a mapping from names"
     ),
 }
+_DEFAULTS: dict[str, Any] = {**dict.fromkeys(_OPTIONS), "threshold": 100.0, "is_mla": False}
 
 LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
 
@@ -59,10 +58,11 @@ class LayerConfig:
     plain_dim: int  # rows of a query head without rotation, which are also the rows of a key head
     rotated_dim: int  # rows of a query head with rotation, in latent attention
     value_dim: Optional[int]  # rows of values in latent attention; None in any other
-    # By side, "q" or "k", for each logit the head that it scales. None means all query heads, or
-    # for each query head the key head that it reads.
-    indices: Mapping[str, Optional[tuple[int, ...]]]
-    # By the name of a projection the one of `KINDS` that it is like, or the rows of its query heads
+    # For each logit the head that it scales. None means all query heads, or for each query head the
+    # key head that it reads.
+    q_indices: Optional[tuple[int, ...]]
+    k_indices: Optional[tuple[int, ...]]
+    # By the name of a projection the one in `SIDES` that it is like, or the rows of its query heads
     # and of its key heads in the notation of ``split``.
     row_map: Mapping[str, str]
 
@@ -106,50 +106,43 @@ def _read(options: Any, where: str) -> Optional[LayerConfig]:
         )
     for key in options:
         if key not in _OPTIONS:
-            close = difflib.get_close_matches(str(key), _OPTIONS, n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(_OPTIONS)}"
+            meant = did_you_mean([str(key)], _OPTIONS) or f": {', '.join(_OPTIONS)}"
             raise ValueError(f"{where} has {key!r}, which is no option{meant}")
-    given: dict[str, Any] = {**dict.fromkeys(_OPTIONS), "threshold": 100.0, "is_mla": False}
-    given.update(options)
+    given = {**_DEFAULTS, **options}
     is_mla = given["is_mla"]
     latent_dims = [key for key in _LATENT_DIMS if given[key] is not None]
     if is_mla is False and latent_dims:
         raise ValueError(f"{where} has {', '.join(latent_dims)} but not is_mla=True")
-    unused = {"head_dim"} if is_mla else {*_LATENT_DIMS}
+    unused = ("head_dim",) if is_mla else tuple(_LATENT_DIMS)
     for key, option in _OPTIONS.items():
         if key not in unused:
             option.check(f"{where}: {key}", given[key])
-    indices = {
-        side: None if given[key] is None else tuple(map(int, given[key]))
-        for side, key in (("q", "q_indices"), ("k", "k_indices"))
-    }
-    q, k = indices.values()
-    if q and k and len(q) != len(k):
-        raise ValueError(
-            f"{where}: q_indices lists {len(q)} heads and k_indices {len(k)}, but entry i of "
-            "both is about logit i: list a key head once for each query head that reads it, or "
-            "leave both out"
-        )
+    row_map = dict(given["row_map"] or {})
+    for name, value in row_map.items():
+        _check_rows(value, f"{where}: row_map[{name!r}]")
     return LayerConfig(
         threshold=float(given["threshold"]),
         plain_dim=int(given["qk_nope_head_dim" if is_mla else "head_dim"]),
         rotated_dim=int(given["qk_rope_head_dim"]) if is_mla else 0,
         value_dim=int(given["v_head_dim"]) if is_mla else None,
-        indices=indices,
-        row_map=_read_row_map(given["row_map"] or {}, f"{where}: row_map"),
+        q_indices=_as_ints(given["q_indices"]),
+        k_indices=_as_ints(given["k_indices"]),
+        row_map=row_map,
     )
 
 
-def _read_row_map(row_map: Mapping[Any, Any], where: str) -> dict[str, str]:
-    for name, value in row_map.items():
-        if not isinstance(value, str) or (value not in KINDS and value.isidentifier()):
-            raise ValueError(
-                f"{where}[{name!r}] must be the notation of split, or one of {', '.join(KINDS)}, "
-                f"found {value!r}"
-            )
-        if value not in KINDS:
-            try:
-                split_notation.parse(value)
-            except ValueError as error:
-                raise ValueError(f"{where}[{name!r}]: {error}") from None
-    return dict(row_map)
+def _as_ints(indices: Optional[Sequence[Any]]) -> Optional[tuple[int, ...]]:
+    return None if indices is None else tuple(map(int, indices))
+
+
+def _check_rows(value: Any, where: str) -> None:
+    """Checks a value of ``row_map``."""
+    if not isinstance(value, str) or (value not in SIDES and value.isidentifier()):
+        raise ValueError(
+            f"{where} must be the notation of split, or one of {', '.join(SIDES)}, found {value!r}"
+        )
+    if value not in SIDES:
+        try:
+            split_notation.parse(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None

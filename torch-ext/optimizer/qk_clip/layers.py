@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from torch import Tensor
@@ -14,16 +14,7 @@ from torch import Tensor
 from .. import split_notation
 from ..parameters.names import normalize_name
 from ..parameters.options import Group
-from .config import (
-    KEYS,
-    KINDS,
-    LATENT_KEYS,
-    LATENT_QUERIES,
-    SIDES,
-    ClipConfig,
-    LayerConfig,
-    LayerKey,
-)
+from .config import KEYS, LATENT_KEYS, LATENT_QUERIES, SIDES, ClipConfig, LayerConfig, LayerKey
 
 Logits = Mapping[Any, Any]  # by layer, (heads,) each
 HeadStarts = Mapping[str, Sequence[int]]  # by side, "q" or "k", the first rows of the heads
@@ -35,11 +26,11 @@ class Projection:
 
     name: str  # FQN
     param: Tensor
-    kind: str  # what the name says: one of `KINDS`, or a name in a `row_map`
-    prefix: str  # FQN of the attention that owns the parameter
-    number: Optional[int]  # the last number in the name
+    kind: str  # what the name says: one of `SIDES`, or a name in a ``row_map``
     is_bias: bool
     row_dims: int  # how many dimensions count rows
+    # First row, how many, and which scale: 2h of a head h, 2h + 1 if they are rotated.
+    blocks: Sequence[tuple[int, int, int]] = ()
 
     @property
     def rows(self) -> int:
@@ -48,90 +39,30 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention whose logits are bounded; ``heads`` and ``indices`` are by side."""
+    """An attention. Its heads are numbered: first those of queries, then those of keys."""
 
     key: LayerKey  # its number, or its prefix where another layer has the same number
     prefix: str  # FQN of what owns the projections
     number: Optional[int]  # the last number in their names
-    config: LayerConfig
-    projections: tuple[tuple[Projection, HeadStarts], ...]
-    heads: Mapping[str, int]  # how many have scales
-    indices: Mapping[str, tuple[int, ...]]  # for each logit the head that it scales; one may be ()
+    config: Optional[LayerConfig] = None  # None if it is left alone; then it has nothing of these:
+    projections: Sequence[Projection] = ()
+    heads: int = 0  # how many have scales
+    pairs: Sequence[tuple[int, int]] = ()  # of a logit and a head that it scales
+    logits: int = 0  # how many the layer takes
 
     @property
     def params(self) -> list[Tensor]:
-        return [projection.param for projection, _ in self.projections]
+        return [projection.param for projection in self.projections]
 
     @property
-    def logits(self) -> int:
-        """How many logits the layer takes."""
-        return max(map(len, self.indices.values()))
+    def threshold(self) -> float:
+        return math.inf if self.config is None else self.config.threshold
 
-
-@dataclass(frozen=True)
-class Layers:
-    """The layers of an optimizer by their keys, and how logits name them."""
-
-    bounded: Mapping[LayerKey, Layer]  # whose logits are bounded
-    prefixes: Mapping[LayerKey, str]  # of all layers
-    unmatched: Sequence[LayerKey] = ()  # keys of ``clip_config`` that no layer has
-
-    def match(
-        self, logits: Logits, pass_over_unknown: bool
-    ) -> tuple[dict[LayerKey, Any], list[Any]]:
-        """The logits of each bounded layer by its key, and names in ``logits`` of no known layer.
-
-        Raises:
-            ValueError: layers that lack logits, or, unless they are passed over, unknown layers.
-        """
-        if not isinstance(logits, Mapping):
-            raise ValueError(
-                f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
-            )
-        matched: dict[LayerKey, Any] = {}
-        unknown = []
-        for name, value in logits.items():
-            key = self._key_of(name)
-            if key is None:
-                unknown.append(name)
-            elif key in matched:
-                raise ValueError(f"qk_logits has the layer {self.prefixes[key]!r} twice")
-            elif key in self.bounded:
-                matched[key] = value
-        if unknown and not pass_over_unknown:
-            raise ValueError(
-                f"qk_logits has {unknown[0]!r}, where this optimizer has no query and key "
-                f"projections; it has them in {quote(list(self.prefixes)) or 'no layer'}"
-            )
-        missing = [key for key in self.bounded if key not in matched]
-        if missing:
-            remedy = ""
-            if unknown:  # as where a recorder's module is not the model
-                names = quote([self.prefixes[key] for key in missing])
-                found = f". The recorder has {quote(unknown)}, not {names}"
-                remedy = f"{found}: make it of the same module"
-            raise ValueError(
-                f"qk_logits lacks layers {quote(missing)}: give those of all layers, or None in "
-                f"clip_config for layers to leave alone{remedy}"
-            )
-        return matched, unknown
-
-    def _key_of(self, name: Any) -> Optional[LayerKey]:
-        """The key of the layer that ``name`` means: its key, number, prefix, or how that begins."""
-        if name in self.prefixes:
-            return name
-        if isinstance(name, str):
-            start, prefixes = normalize_name(name), self.prefixes.items()
-            keys = [key for key, prefix in prefixes if prefix == start]
-            keys = keys or [key for key, prefix in prefixes if _begins(prefix, start)]
-        else:
-            keys = [key for key, layer in self.bounded.items() if layer.number == name]
-        if len(keys) > 1:
-            raise ValueError(
-                f"qk_logits has {name!r}, which may be any of {quote(keys)}: tell layers by such "
-                "prefixes of names"
-            )
-        return keys[0] if keys else None
+    def is_named(self, key: Any) -> bool:
+        """Whether a key is the layer's number, or its prefix up to one of the dots."""
+        if isinstance(key, str):
+            return f"{self.prefix}.".startswith(f"{key}.")
+        return key is not None and key == self.number
 
 
 def quote(keys: Sequence[LayerKey]) -> str:
@@ -140,7 +71,63 @@ def quote(keys: Sequence[LayerKey]) -> str:
     return ", ".join(map(repr, keys[:8])) + more
 
 
-def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
+def match_logits(
+    logits: Logits, layers: Sequence[Layer], pass_over_unknown: bool
+) -> tuple[dict[LayerKey, Any], list[Any]]:
+    """The logits of each layer by its key, and the names in ``logits`` of no layer.
+
+    Raises:
+        ValueError: bounded layers without logits, or, unless they are passed over, unknown layers.
+    """
+    if not isinstance(logits, Mapping):
+        raise ValueError(
+            f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
+        )
+    matched: dict[LayerKey, Any] = {}
+    unknown = []
+    for name, value in logits.items():
+        layer = _layer_of(name, layers)
+        if layer is None:
+            unknown.append(name)
+        elif layer.key in matched:
+            raise ValueError(f"qk_logits has the layer {layer.prefix!r} twice")
+        else:
+            matched[layer.key] = value
+    if unknown and not pass_over_unknown:
+        raise ValueError(
+            f"qk_logits has {unknown[0]!r}, where this optimizer has no query and key "
+            f"projections; it has them in {quote([la.key for la in layers]) or 'no layer'}"
+        )
+    missing = [layer for layer in layers if layer.projections and layer.key not in matched]
+    if missing:
+        remedy = ""
+        if unknown:  # as where a recorder's module is not the model
+            found = f"The recorder has {quote(unknown)}, not {quote([la.prefix for la in missing])}"
+            remedy = f". {found}: make it of the same module"
+        raise ValueError(
+            f"qk_logits lacks layers {quote([la.key for la in missing])}: give those of all "
+            f"layers, or None in clip_config for layers to leave alone{remedy}"
+        )
+    return matched, unknown
+
+
+def _layer_of(name: Any, layers: Sequence[Layer]) -> Optional[Layer]:
+    """The layer that ``name`` means: its number, its prefix, or how that begins."""
+    key = normalize_name(name) if isinstance(name, str) else name
+    named = [layer for layer in layers if layer.is_named(key)]
+    # A whole prefix comes before the beginning of others, a layer to bound before others.
+    exact = [layer for layer in named if layer.prefix == key]
+    bounded = [layer for layer in named if layer.projections and layer.number == key]
+    named = exact or bounded or named
+    if len(named) > 1:
+        raise ValueError(
+            f"qk_logits has {name!r}, which may be any of {quote([la.key for la in named])}: tell "
+            "layers by such prefixes of names"
+        )
+    return named[0] if named else None
+
+
+def find_layers(groups: Sequence[Group], config: ClipConfig) -> list[Layer]:
     """The layers of all groups. Keys are numbers where no two layers have the same, else prefixes.
 
     Raises:
@@ -148,63 +135,63 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
             play the same part in one layer.
     """
     row_maps = (layer_config.row_map for layer_config in config.values() if layer_config)
-    attentions = _by_attention(_projections(groups, {*KINDS}.union(*row_maps)))
-    numbers = {prefix: projections[0].number for prefix, projections in attentions.items()}
-    are_keys = None not in numbers.values() and len({*numbers.values()}) == len(numbers)
-    configs, unmatched = _configs_of(numbers, config)
-    bounded: dict[LayerKey, Layer] = {}
-    prefixes: dict[LayerKey, str] = {}
-    for prefix, projections in attentions.items():
-        number, layer_config = numbers[prefix], configs[prefix]
-        key: Any = number if are_keys else prefix
-        prefixes[key] = prefix
-        if layer_config is None:
-            continue
-        kinds = {*KINDS, *layer_config.row_map}
-        placed = tuple((p, _head_starts(p, layer_config)) for p in projections if p.kind in kinds)
-        if placed:
-            heads = _count_heads(placed)
-            indices = _pair_heads(prefix, layer_config, heads)
-            for side, of_logits in indices.items():
-                heads.setdefault(side, 1 + max(of_logits, default=-1))
-            bounded[key] = Layer(key, prefix, number, layer_config, placed, heads, indices)
-    return Layers(bounded, prefixes, unmatched)
+    attentions = _by_attention(_projections(groups, {*SIDES}.union(*row_maps)))
+    numbers = [_last_number(projections[0].name) for projections in attentions.values()]
+    are_keys = None not in numbers and len({*numbers}) == len(numbers)
+    layers = []
+    for (prefix, projections), number in zip(attentions.items(), numbers):
+        layer = Layer(number if are_keys else prefix, prefix, number)  # type: ignore[arg-type]
+        keys = filter(layer.is_named, config)
+        # Of several keys that name a layer, its number counts, else the longest.
+        key = max(keys, key=lambda key: (not isinstance(key, str), len(str(key))), default=None)
+        if isinstance(key, int) and numbers.count(key) > 1:
+            raise ValueError(
+                f"clip_config[{key}]: there are several layers of this number, one of them "
+                f"{prefix!r}; tell them by such prefixes of names"
+            )
+        layer_config = config.get(key)
+        layers.append(layer if layer_config is None else _bound(layer, layer_config, projections))
+    return layers
 
 
-def _configs_of(
-    numbers: Mapping[str, Optional[int]], config: ClipConfig
-) -> tuple[dict[str, Optional[LayerConfig]], list[LayerKey]]:
-    """The configuration of each layer by its prefix, and the keys of ``config`` that no layer has.
+def _bound(layer: Layer, config: LayerConfig, projections: Sequence[Projection]) -> Layer:
+    """The layer with its configuration and its heads, if it has projections of these kinds."""
+    kinds = {*SIDES, *config.row_map}
+    placed = [(p, _head_starts(p, config)) for p in projections if p.kind in kinds]
+    if not placed:
+        return layer
+    counts = _count_heads(placed)
+    q, k = _pair_heads(layer.prefix, config, counts)
+    q_heads, k_heads = (
+        counts.get(side, 1 + max(indices, default=-1)) for side, indices in (("q", q), ("k", k))
+    )
 
-    ``numbers`` are those of all layers. Of several keys that name a layer, its number counts, else
-    the longest.
-    """
-    configs: dict[str, Optional[LayerConfig]] = dict.fromkeys(numbers, config.get(None))
-    unmatched: list[LayerKey] = []
-    names = [name for name in config if name is not None]
-    for name in sorted(names, key=lambda name: (not isinstance(name, str), len(str(name)))):
-        if isinstance(name, str):
-            named = [prefix for prefix in numbers if _begins(prefix, name)]
-        else:
-            named = [prefix for prefix, number in numbers.items() if number == name]
-            if len(named) > 1:
-                raise ValueError(
-                    f"clip_config[{name}]: there are several layers of this number, one of them "
-                    f"{named[0]!r}; tell them by such prefixes of names"
-                )
-        configs.update(dict.fromkeys(named, config[name]))
-        if not named:
-            unmatched.append(name)
-    return configs, unmatched
+    def blocks_of(starts: HeadStarts) -> Iterator[tuple[int, int, int]]:
+        for head, row in enumerate(starts.get("q", ())):
+            yield row, config.plain_dim, 2 * head
+            yield row + config.plain_dim, config.rotated_dim, 2 * head + 1
+        for head, row in enumerate(starts.get("k", ()), start=q_heads):
+            yield row, config.plain_dim, 2 * head
 
-
-def _begins(prefix: str, start: str) -> bool:
-    """Whether a name begins with all components of another one."""
-    return f"{prefix}.".startswith(f"{start}.")
+    return replace(
+        layer,
+        config=config,
+        projections=[replace(p, blocks=[*blocks_of(starts)]) for p, starts in placed],
+        heads=q_heads + k_heads,
+        pairs=[*enumerate(q), *((logit, q_heads + head) for logit, head in enumerate(k))],
+        logits=max(len(q), len(k)),
+    )
 
 
-def _projections(groups: Sequence[Group], kinds: set[str]) -> Iterator[Projection]:
-    """Finds projections of ``kinds`` by the module that owns the parameter, or by its own name."""
+def _last_number(name: str) -> Optional[int]:
+    return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), None)
+
+
+def _projections(
+    groups: Sequence[Group], kinds: Collection[str]
+) -> Iterator[tuple[str, Projection]]:
+    """Yields projections of ``kinds``, each after the FQN of what owns it; they are called so by
+    the module that owns the parameter, or by the parameter's own name."""
     for number, group in enumerate(groups):
         if group.names is None and group.use_muon and group.params:
             raise ValueError(
@@ -216,32 +203,31 @@ def _projections(groups: Sequence[Group], kinds: set[str]) -> Iterator[Projectio
             words = [index for index, part in enumerate(parts) if not part.isdigit()]
             if not words or "parametrizations" in parts:  # such a parameter is not the weight
                 continue
-            attribute, owner = parts[words[-1]], parts[words[-2]] if len(words) > 1 else ""
-            stem, _, suffix = attribute.rpartition("_")
-            if owner in kinds and attribute in ("weight", "bias"):
-                kind, stop, is_bias = owner, words[-2], attribute == "bias"
-            elif attribute in kinds:
-                kind, stop, is_bias = attribute, words[-1], param.ndim == 1
-            elif stem in kinds and suffix in ("weight", "bias"):
-                kind, stop, is_bias = stem, words[-1], suffix == "bias"
-            else:
+            at = words[-1]
+            kind, _, suffix = parts[at].rpartition("_")
+            is_bias = suffix == "bias"
+            if suffix not in ("weight", "bias") or parts[at] in kinds:
+                kind, is_bias = parts[at], param.ndim == 1
+            elif not kind and len(words) > 1:
+                at = words[-2]
+                kind = parts[at]
+            if kind not in kinds:
                 continue
             row_dims = param.ndim if is_bias else param.ndim - 1  # (heads, rows of each, cols)
             if not is_bias and (param.ndim > 3 or (group.use_muon and group.flatten)):
                 row_dims = 1  # of a convolution, (rows, cols, kernel…)
-            last = next((int(part) for part in reversed(parts) if part.isdigit()), None)
-            yield Projection(name, param, kind, ".".join(parts[:stop]), last, is_bias, row_dims)
+            yield ".".join(parts[:at]), Projection(name, param, kind, is_bias, row_dims)
 
 
-def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projection]]:
+def _by_attention(projections: Iterable[tuple[str, Projection]]) -> dict[str, list[Projection]]:
     """The projections of each attention, by the FQN of the module that owns them.
 
     An owner of queries only and an owner of keys only are one attention where no other owner lies
     in the same block; the last number in a name tells the block.
     """
     owners: dict[str, list[Projection]] = defaultdict(list)
-    for projection in projections:
-        owners[projection.prefix].append(projection)
+    for prefix, projection in projections:
+        owners[prefix].append(projection)
     blocks: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for prefix in owners:
         parts = prefix.split(".")
@@ -252,9 +238,8 @@ def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projectio
         sides = [{SIDES.get(p.kind, p.kind) for p in owners[prefix]} for prefix in prefixes]
         if sides in ([{"q"}, {"k"}], [{"k"}, {"q"}]):
             pairs = zip(*(prefix.split(".") for prefix in prefixes))
-            common = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-            prefix = ".".join(part for part, _ in common)
-            attentions[prefix] = [p for owner in prefixes for p in owners[owner]]
+            common = [part for part, _ in itertools.takewhile(lambda p: p[0] == p[1], pairs)]
+            attentions[".".join(common)] = [p for prefix in prefixes for p in owners[prefix]]
         else:
             attentions.update((prefix, owners[prefix]) for prefix in prefixes)
     return attentions
@@ -297,7 +282,7 @@ def _starts_by_axes(notation: str, rows: int, config: LayerConfig, where: str) -
         parts = split_notation.resolve(product, rows, "rows", repr(notation))
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
-    starts: dict[str, list[int]] = {}
+    starts: dict[str, Sequence[int]] = {}
     for side, rotated in ("q", config.rotated_dim), ("k", 0):
         size = config.plain_dim + rotated
         named = (part.indices() for part in parts if side in part.names)
@@ -315,8 +300,8 @@ def _starts_by_axes(notation: str, rows: int, config: LayerConfig, where: str) -
 def _count_heads(projections: Sequence[tuple[Projection, HeadStarts]]) -> dict[str, int]:
     """How many query heads and key heads a layer has, by side, on which its projections agree."""
     heads: dict[str, int] = {}
-    by_side: dict[tuple[str, bool], str] = {}
-    weight_sides = {side for p, starts in projections if not p.is_bias for side in starts}
+    names: dict[tuple[str, bool], str] = {}
+    have_weights = {side for p, starts in projections if not p.is_bias for side in starts}
     for projection, of_sides in projections:
         name, kind = projection.name, projection.kind
         for side, starts in of_sides.items():
@@ -325,13 +310,13 @@ def _count_heads(projections: Sequence[tuple[Projection, HeadStarts]]) -> dict[s
                     f"{name} has {len(starts)} heads, but other parameters of the layer have "
                     f"{heads[side]}"
                 )
-        other = by_side.setdefault((SIDES.get(kind, kind), projection.is_bias), name)
+        other = names.setdefault((SIDES.get(kind, kind), projection.is_bias), name)
         if other != name:
             raise ValueError(
                 f"{other} and {name} would be clipped by the same logits; let clip_config be "
                 "a mapping from prefixes of names that gives only one of them a config"
             )
-        if of_sides.keys() - weight_sides:
+        if of_sides.keys() - have_weights:
             raise ValueError(
                 f"{name} would be clipped without its weight, which is not in the groups, or not "
                 f"as {kind}.weight or {kind}_weight: leave the layer alone, by None in clip_config"
@@ -341,28 +326,23 @@ def _count_heads(projections: Sequence[tuple[Projection, HeadStarts]]) -> dict[s
 
 def _pair_heads(
     prefix: str, config: LayerConfig, heads: Mapping[str, int]
-) -> dict[str, tuple[int, ...]]:
+) -> tuple[Sequence[int], Sequence[int]]:
     """For each logit its query head and its key head, as configured or as attention pairs them."""
-    for side, indices in config.indices.items():
+    q, k = config.q_indices, config.k_indices
+    for side, indices in ("q", q), ("k", k):
         if indices and max(indices) >= heads.get(side, math.inf):
             raise ValueError(
                 f"clip_config: {side}_indices has head {max(indices)}, but {prefix} has "
                 f"{heads[side]}"
             )
-    q, k = config.indices.values()
-    q_heads, k_heads = heads.get("q"), heads.get("k")
+    q_heads, k_heads = heads.get("q", 0), heads.get("k")
     if q is None:
-        if q_heads is None:
+        if not q_heads:
             raise ValueError(
                 f"clip_config: give q_indices and k_indices, for the groups have no query "
                 f"projection of {prefix} that would tell how many heads there are"
             )
         q = tuple(range(q_heads))
-        if k and len(k) != len(q):
-            raise ValueError(
-                f"clip_config: k_indices lists {len(k)} key heads, but {prefix} has {len(q)} query "
-                "heads: list a key head once for each query head that reads it"
-            )
     if k is None and k_heads is not None:
         if not q_heads or q_heads % k_heads:
             raise ValueError(
@@ -370,4 +350,9 @@ def _pair_heads(
                 "heads evenly: give q_indices and k_indices, or mend head_dim"
             )
         k = tuple(head // (q_heads // k_heads) for head in q)
-    return {"q": q, "k": k or ()}
+    if q and k and len(k) != len(q):
+        raise ValueError(
+            f"clip_config: k_indices lists {len(k)} key heads, but {prefix} needs one for each of "
+            f"{len(q)} query heads: list a key head once for each query head that reads it"
+        )
+    return q, k or ()

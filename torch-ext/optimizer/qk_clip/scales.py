@@ -21,15 +21,15 @@ from .. import regions
 from ..distributed import dtensors
 from ..distributed.collectives import max_over_ranks
 from ..distributed.dtensors import this_rank
-from .config import LayerConfig, LayerKey
-from .layers import HeadStarts, Layer, Logits, Projection
+from .config import LayerKey
+from .layers import Layer, Logits, Projection
 
 
 class PackedLayers:
     """Layers on one device, shared by the same ranks, whose logits are packed into one vector.
 
-    The vector is in the order of the layers. So is the vector of heads, with first the query heads
-    of a layer, then its key heads. All tables that need no logits are made once.
+    The vector is in the order of the layers, and so is that of their heads. All tables that need no
+    logits are made once.
 
     Args:
         ranks: all that hold shards or replicas of the weights; None where maxima are not shared.
@@ -45,53 +45,38 @@ class PackedLayers:
         self.ranks = ranks
         dtypes = (param.dtype for param in self.params)
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
-        self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
-        self._heads = sum(sum(layer.heads.values()) for layer in layers)
+        self._heads = sum(layer.heads for layer in layers)
         self._shapes: list[tuple[int, ...]] = []  # of projections' scales, as they broadcast
+        thresholds: list[float] = []
         pairs: list[tuple[int, int]] = []  # of a logit and a head that it scales
         scale_indices: list[Tensor] = []
-        first_logit = first_query = 0
+        first_head = 0
         for layer in layers:
-            first_heads = {"q": first_query, "k": first_query + layer.heads["q"]}
-            for side, heads in layer.indices.items():
-                pairs += [
-                    (first_logit + i, first_heads[side] + head) for i, head in enumerate(heads)
-                ]
-            for projection, starts in layer.projections:
-                local = self._index_local_rows(projection, starts, layer.config, first_heads)
+            pairs += [(len(thresholds) + logit, first_head + head) for logit, head in layer.pairs]
+            thresholds += [layer.threshold] * layer.logits
+            for projection in layer.projections:
+                local = self._index_local_rows(projection, 2 * first_head)
                 scale_indices.append(local.flatten())
                 columns = projection.param.ndim - projection.row_dims
                 self._shapes.append((*local.shape, *(1,) * columns))
-            first_logit += layer.logits
-            first_query += sum(layer.heads.values())
-        pairs_table = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
-        self._pairs = pairs_table.to(device, non_blocking=True)
-        self._scale_index = torch.cat(scale_indices).to(torch.int32).to(device, non_blocking=True)
+            first_head += layer.heads
+        tables = (
+            torch.tensor(thresholds, dtype=self.dtype),
+            torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous(),
+            torch.cat(scale_indices).to(torch.int32),
+        )
+        self.thresholds, self._pairs, self._scale_index = (
+            table.to(device, non_blocking=True) for table in tables
+        )
 
-    def _index_local_rows(
-        self,
-        projection: Projection,
-        starts: HeadStarts,
-        config: LayerConfig,
-        first_heads: Mapping[str, int],
-    ) -> Tensor:
-        """For each row that this rank holds of a projection, the index of its scale in a table.
-
-        The table has a scale for each head, then one for its rotated rows, then 1, for other rows.
-        """
+    def _index_local_rows(self, projection: Projection, first_scale: int) -> Tensor:
+        """For each row that this rank holds of a projection, the index of its scale in `scales`."""
         rows = torch.full((projection.rows,), 2 * self._heads)
-        for side, of_heads in starts.items():
-            heads = first_heads[side] + torch.arange(len(of_heads))[:, None]
-            first_rows = torch.tensor(of_heads, dtype=torch.int64)[:, None]
-            rows[first_rows + torch.arange(config.plain_dim)] = heads
-            if side == "q":
-                rotated = config.plain_dim + torch.arange(config.rotated_dim)
-                rows[first_rows + rotated] = self._heads + heads
+        for row, count, scale in projection.blocks:
+            rows[row : row + count] = first_scale + scale
         shape, dims = projection.param.shape, projection.row_dims
         sharding = dtensors.sharding_of(projection.param)
-        whole = regions.whole(shape)
-        region = whole if sharding is None else sharding.region(shape, this_rank())
+        region = regions.whole(shape) if sharding is None else sharding.region(shape, this_rank())
         return rows.view(shape[:dims])[regions.slices(region[:dims])]
 
     def read_logits(self, by_layer: Mapping[LayerKey, Any]) -> Tensor:
@@ -110,12 +95,11 @@ class PackedLayers:
         Args:
             logits: of all layers, (n,), not NaN.
         """
-        above = self.is_clipped(logits)
-        gamma = torch.where(above, self.thresholds / logits, 1.0)
-        logit_indices, head_indices = self._pairs
+        gamma = torch.where(self.is_clipped(logits), self.thresholds / logits, 1.0)
+        of_logits, of_heads = self._pairs
         ones = gamma.new_ones(self._heads)
-        least = ones.scatter_reduce(0, head_indices, gamma[logit_indices], "amin")  # γ of each head
-        table = torch.cat([least.sqrt(), least, gamma.new_ones(1)])
+        least = ones.scatter_reduce(0, of_heads, gamma[of_logits], "amin")  # γ of each head
+        table = torch.cat([torch.stack([least.sqrt(), least], 1).flatten(), gamma.new_ones(1)])
         numels = [math.prod(shape) for shape in self._shapes]
         scales = table.index_select(0, self._scale_index).split(numels)
         ids = map(id, self.params)

@@ -16,15 +16,8 @@ from ...parameters.options import GROUP_OPTIONS, Group, Settings
 from ...parameters.validation import warn
 from ...state.specs import Spec, specs_of
 from . import keller_jordan, nanochat, per_parameter
-from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW
-from .matching import (
-    Position,
-    SavedState,
-    TargetParam,
-    match_groups,
-    targets_in_order,
-    targets_of,
-)
+from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW, RENAMED
+from .matching import SavedState, TargetParam, match_groups, targets_in_order, targets_of
 from .sources import SourceOptimizer, read_sources
 
 _READERS: dict[str, Callable[..., list[SavedState]]] = {
@@ -66,53 +59,53 @@ def to_state_dict(
     of_groups = targets_of(groups, names)
     targets = list(itertools.chain.from_iterable(of_groups))
     ordered = None if params is None else targets_in_order(params, targets)
+    as_in_source = of_groups
     if kind == "llamafactory":  # which has one group
-        of_groups = [targets]
+        as_in_source = [targets]
     elif kind == "keller_jordan":
-        of_groups = keller_jordan.merge_convolutions(groups, of_groups)
+        as_in_source = keller_jordan.merge_convolutions(groups, of_groups)
     saved_states: list[SavedState] = []
     for source in sources:
-        saved_states += _READERS[kind](source, match_groups(source, of_groups, ordered))
+        saved_states += _READERS[kind](source, match_groups(source, as_in_source, ordered))
     _warn_of_amsgrad(sources)
-    by_position = _by_position(saved_states, kind)
-    _check_complete(by_position, targets, sources, anew)
+    by_target = _by_target(saved_states, kind)
+    _check_complete(by_target, targets, sources, anew)
 
+    saved_style = "classical" if kind in ("motif", "llamafactory") else "ema"
     state: dict[int, dict[str, Any]] = {}
     new_groups: list[dict[str, Any]] = []
-    first_id = 0
-    for number, (param_group, group) in enumerate(zip(param_groups, groups)):
-        by_index = {i: by_position[number, i] for n, i in by_position if n == number}
-        options = _group_options(by_index.values(), group) if hyperparameters else {}
-        new_options = {key: value for key, value in options.items() if key in GROUP_OPTIONS}
-        new_view = dataclasses.replace(group, **new_options)
-        if "betas" in param_group:  # nanochat's groups have other keys for these
-            renamed = {"adamw_betas": "betas", "adamw_eps": "eps"}
-            options = {renamed.get(key, key): value for key, value in options.items()}
+    new_ids = itertools.count()
+    for param_group, group, of_group, of_entries in zip(param_groups, groups, of_groups, entries):
+        ids = list(itertools.islice(new_ids, len(of_group)))
+        saved_of_group = [by_target[target] for target in of_group if target in by_target]
+        options = _group_options(saved_of_group, group) if hyperparameters else {}
+        new_view = dataclasses.replace(
+            group, **{key: value for key, value in options.items() if key in GROUP_OPTIONS}
+        )
         kept = {key: value for key, value in param_group.items() if key not in ("params", "names")}
-        ids = list(range(first_id, first_id + len(group.params)))
-        first_id += len(ids)
-        new_groups.append({**kept, **options, "params": ids})
-        for index, saved in by_index.items():
-            specs = specs_of(group.params[index], entries[number][index], new_view, settings)
-            converted = _convert(saved, new_view, specs)
-            if converted:
-                state[ids[index]] = converted
-    return {"state": state, "param_groups": new_groups}
+        own_keys = {option: key for key, option in RENAMED.items() if key in param_group}
+        renamed = {own_keys.get(option, option): value for option, value in options.items()}
+        new_groups.append({**kept, **renamed, "params": ids})
+        for new_id, target, param, entry in zip(ids, of_group, group.params, of_entries):
+            if target in by_target:
+                specs = specs_of(param, entry, new_view, settings)
+                state[new_id] = _convert(by_target[target], saved_style, new_view, specs)
+    return {"state": {i: own for i, own in state.items() if own}, "param_groups": new_groups}
 
 
-def _by_position(saved_states: Sequence[SavedState], kind: str) -> dict[Position, SavedState]:
-    """Saved states by position: of each parameter one, Muon's or AdamW's as it was before."""
-    by_position: dict[Position, SavedState] = {}
+def _by_target(saved_states: Sequence[SavedState], kind: str) -> dict[TargetParam, SavedState]:
+    """Saved states by parameter: of each one, Muon's or AdamW's as it was before."""
+    by_target: dict[TargetParam, SavedState] = {}
     for saved in saved_states:
         target = saved.target
-        if target.position is None:
+        if target.use_muon is None:
             if saved.state:
                 raise ValueError(
                     f"{target.name}, {saved.where}, has state, but is in no group of this "
                     "optimizer: add it, or take it out of the state dict"
                 )
             continue
-        if target.position in by_position:
+        if target in by_target:
             raise ValueError(f"{target.name} is twice in the checkpoint")
         if saved.is_muon != target.use_muon and not (kind == "torch_adamw" and target.use_muon):
             was, remedy = ("Muon", True) if saved.is_muon else ("AdamW", False)
@@ -120,12 +113,12 @@ def _by_position(saved_states: Sequence[SavedState], kind: str) -> dict[Position
                 f"{target.name} was {was}'s, {saved.where}: put it into a group with "
                 f"use_muon={remedy}, or give the parameters in the order of the other optimizer"
             )
-        by_position[target.position] = saved
-    return by_position
+        by_target[target] = saved
+    return by_target
 
 
 def _check_complete(
-    by_position: Mapping[Position, SavedState],
+    by_target: Mapping[TargetParam, SavedState],
     targets: Sequence[TargetParam],
     sources: Sequence[SourceOptimizer],
     anew: Sequence[bool],
@@ -137,7 +130,7 @@ def _check_complete(
         if target.param is not None
         and target.param.requires_grad
         and target.use_muon not in anew
-        and target.position not in by_position
+        and target not in by_target
     ]
     if not missing:
         return
@@ -201,11 +194,14 @@ def _is_same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _convert(saved: SavedState, group: Group, specs: Mapping[str, Spec]) -> dict[str, Any]:
+def _convert(
+    saved: SavedState, saved_style: str, group: Group, specs: Mapping[str, Spec]
+) -> dict[str, Any]:
     """The state of one parameter, of which this rank has its part.
 
     Args:
         saved: of the parameter.
+        saved_style: the source's ``momentum_style``.
         group: the parameter's, with the hyperparameters that it is going to have.
         specs: shape and layout of each tensor.
     """
@@ -215,7 +211,7 @@ def _convert(saved: SavedState, group: Group, specs: Mapping[str, Spec]) -> dict
     momentum = saved.state.get("momentum_buffer" if saved.is_muon else "exp_avg")
     if momentum is not None:
         state["momentum_buffer"] = _part(momentum, "momentum_buffer", saved, specs)
-        factor = _momentum_factor(saved, group)
+        factor = _momentum_factor(saved, saved_style, group)
         if factor != 1.0:
             dtensors.local(state["momentum_buffer"]).mul_(factor)
     key = "second_momentum_buffer"
@@ -226,9 +222,9 @@ def _convert(saved: SavedState, group: Group, specs: Mapping[str, Spec]) -> dict
     return state
 
 
-def _momentum_factor(saved: SavedState, group: Group) -> float:
+def _momentum_factor(saved: SavedState, saved_style: str, group: Group) -> float:
     """What momentum is multiplied with: with constant μ, averaged is 1 − μ times summed."""
-    if saved.momentum_style == group.momentum_style:
+    if saved_style == group.momentum_style:
         return 1.0
     if group.momentum_style == "ema":
         return 1.0 - saved.options.get("momentum", group.momentum)

@@ -16,7 +16,7 @@ ADAMW_OPTIONS = ("lr", *SCHEDULED, "weight_decay", "adamw_betas", "adamw_eps", "
 MUON_OPTIONS_FROM_ADAMW = ("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "maximize")
 
 # What sources call these options.
-_RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps", "wd": "weight_decay"}
+RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps", "wd": "weight_decay"}
 
 # What schedulers keep, and the option that says which values are valid.
 _VALID_AS = {
@@ -25,30 +25,20 @@ _VALID_AS = {
 }
 
 
-def check_options(options: Mapping[str, Any], where: str) -> None:
-    """Checks the hyperparameters of a group, which messages call ``where``.
+def read_options(saved_group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The content of a saved group under the keys of `Muon`; messages call the group ``where``.
 
     Raises:
         ValueError: says the key, what was found and what is accepted.
     """
-    for key, value in options.items():
-        name = _RENAMED.get(key, key)
+    options = {}
+    for key, value in saved_group.items():
+        name = RENAMED.get(key, key)
         if name in (*MUON_OPTIONS, *ADAMW_OPTIONS):
             GROUP_OPTIONS[_VALID_AS.get(name, name)].check(f"{where}: {key}", value)
         if key == "use_muon" and not isinstance(value, bool):
             raise ValueError(f"{where}: use_muon must be True or False, found {value!r}")
         if key == "kind" and value not in ("muon", "adamw"):
             raise ValueError(f"{where}: kind must be 'muon' or 'adamw', found {value!r}")
-
-
-def convert_options(options: Mapping[str, Any], is_muon: bool) -> dict[str, Any]:
-    """The hyperparameters of a group under the keys of `Muon`.
-
-    Args:
-        options: the group's.
-        is_muon: whether Muon trained the parameter; else AdamW.
-    """
-    renamed = {_RENAMED.get(key, key): value for key, value in options.items()}
-    if "adamw_betas" in renamed:
-        renamed["adamw_betas"] = tuple(renamed["adamw_betas"])
-    return {k: renamed[k] for k in (MUON_OPTIONS if is_muon else ADAMW_OPTIONS) if k in renamed}
+        options[name] = tuple(value) if name == "adamw_betas" else value
+    return options

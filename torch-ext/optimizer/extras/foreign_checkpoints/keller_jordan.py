@@ -52,7 +52,7 @@ def read(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
             rank = _updating_rank(source, group, index) if is_muon else 0
             if not is_muon:
                 _check_replicated(source, group, index)
-            saved_states.append(read_param(source, group, index, target, is_muon, "ema", rank))
+            saved_states.append(read_param(source, group, index, target, is_muon, rank))
     return saved_states
 
 

@@ -14,7 +14,6 @@ from ...parameters.options import Group
 from .sources import SourceOptimizer
 
 Shape = tuple[int, ...]
-Position = tuple[int, int]  # a group of this optimizer, and an index in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +24,12 @@ class TargetParam:
         name: what messages call it.
         fqn: its name in its group, where it has one.
         param: the parameter; None if there is only the name.
-        position: None where no group of the optimizer has the parameter.
-        use_muon: whether it is Muon's.
+        use_muon: whether it is Muon's; None where no group of the optimizer has the parameter.
     """
 
     name: str
     fqn: Optional[str]
     param: Optional[Tensor] = None
-    position: Optional[Position] = None
     use_muon: Optional[bool] = None
 
     @property
@@ -52,7 +49,6 @@ class SavedState:
         target: the parameter that gets it.
         where: what messages call its position in the checkpoint.
         is_muon: whether it was Muon's there.
-        momentum_style: the source's, ``"classical"`` or ``"ema"``.
         state: ``momentum_buffer``, ``second_momentum_buffer``, ``step``, ``exp_avg``,
             ``exp_avg_sq``: those there are.
         options: hyperparameters of its group.
@@ -61,7 +57,6 @@ class SavedState:
     target: TargetParam
     where: str
     is_muon: bool
-    momentum_style: str
     state: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -74,7 +69,6 @@ def targets_of(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> list[
                 names[number][index],
                 group.names[index] if group.names is not None else None,
                 param,
-                (number, index),
                 group.use_muon,
             )
             for index, param in enumerate(group.params)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .hyperparameters import convert_options
 from .matching import SavedState, TargetParam, Targets
 from .per_parameter import ADAMW_KEYS, select
 from .sources import SavedGroup, SourceOptimizer
@@ -62,13 +61,12 @@ def _unstack(
                 f"{source.wheres[rank]} has momentum after the {len(targets)} matrices of {name}, "
                 "where the last ranks have zeros: give the state dicts in the order of the ranks"
             )
-    options = convert_options(group.options, is_muon=True)
     saved_states = []
     for number, target in enumerate(targets):
         rank, row = divmod(number, length)
         where = f"matrix {row} of {name} of {source.wheres[rank]}"
         state = {key: stack[row] for key, stack in stacks[rank].items()}
-        saved_states.append(SavedState(target, where, True, "ema", state, options))
+        saved_states.append(SavedState(target, where, True, state, group.options))
     return saved_states
 
 
@@ -102,5 +100,4 @@ def _join_rows(
                 f"that of the parameter, {target.shape}, nor that of an equal part of its rows on "
                 f"each of {world} ranks: give the state dicts of all ranks, in their order"
             )
-    options = convert_options(group.options, is_muon=False)
-    return SavedState(target, where, False, "ema", joined, options)
+    return SavedState(target, where, False, joined, group.options)

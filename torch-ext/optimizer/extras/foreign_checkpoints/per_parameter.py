@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...state.checkpoints import MOTIFS_NAMES
-from .hyperparameters import convert_options
 from .matching import SavedState, TargetParam, Targets
 from .sources import SavedGroup, SourceOptimizer
 
@@ -36,11 +35,11 @@ def read_torch(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
                 f"{decay} in its gradients, which there is not here: set it to 0 in the state "
                 "dict's group, and that of the groups here to what is to follow"
             )
-    return _read(source, matched, lambda group, _: "betas" not in group.options, "ema")
+    return _read(source, matched, lambda group, _: "adamw_betas" not in group.options)
 
 
 def read_motif(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
-    return _read(source, matched, lambda group, _: group.options["use_muon"], "classical")
+    return _read(source, matched, lambda group, _: group.options["use_muon"])
 
 
 def read_moonlight(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
@@ -59,17 +58,14 @@ def read_moonlight(source: SourceOptimizer, matched: Targets) -> list[SavedState
             )
         return flag
 
-    return _read(source, matched, is_muon, "classical")
+    return _read(source, matched, is_muon)
 
 
 def _read(
-    source: SourceOptimizer,
-    matched: Targets,
-    is_muon: Callable[[SavedGroup, int], bool],
-    momentum_style: str,
+    source: SourceOptimizer, matched: Targets, is_muon: Callable[[SavedGroup, int], bool]
 ) -> list[SavedState]:
     return [
-        read_param(source, group, index, target, is_muon(group, index), momentum_style)
+        read_param(source, group, index, target, is_muon(group, index))
         for group, targets in zip(source.groups, matched)
         for index, target in enumerate(targets)
     ]
@@ -81,15 +77,13 @@ def read_param(
     index: int,
     target: TargetParam,
     is_muon: bool,
-    momentum_style: str,
     rank: int = 0,
 ) -> SavedState:
     """The state of a parameter that the state dict of ``rank`` has whole."""
     param_state = source.param_states(group, index)[rank]
     state = select(param_state, MUON_KEYS if is_muon else ADAMW_KEYS)
     where = f"{source.label(group, index)} of {source.wheres[rank]}"
-    options = convert_options(group.options, is_muon)
-    return SavedState(target, where, is_muon, momentum_style, state, options)
+    return SavedState(target, where, is_muon, state, group.options)
 
 
 def select(param_state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Optional
 from torch import Tensor
 
 from ...state.checkpoints import MOTIFS_NAMES, OWN_KEY, step_count
-from .hyperparameters import check_options
+from .hyperparameters import read_options
 from .kinds import KINDS, kind_of
 
 # Keys under which any source keeps a tensor of state.
@@ -30,7 +30,7 @@ class SavedGroup:
     Args:
         ids: of its parameters, keys of the state.
         names: of its parameters, where the checkpoint has them.
-        options: its other keys.
+        options: its hyperparameters, under the keys of `Muon`, and other keys.
     """
 
     ids: Sequence[Any]
@@ -110,7 +110,7 @@ def _read_source(states: Any, where: str, kind: str, use_muon: Optional[bool]) -
             raise ValueError(f"{where} must be a state dict, found {_describe(states)}")
         state_dicts = list(states)
         wheres = [f"{where}[{rank}]" for rank in range(len(states))]
-    ranks = [_read_state_dict(*each) for each in zip(state_dicts, wheres)]
+    ranks = [_read_state_dict(*each, kind, use_muon) for each in zip(state_dicts, wheres)]
     counts = [[len(group.ids) for group in groups] for groups, _ in ranks]
     for name, others in zip(wheres, counts):
         if others != counts[0]:
@@ -118,21 +118,20 @@ def _read_source(states: Any, where: str, kind: str, use_muon: Optional[bool]) -
                 f"{name} has groups of {others} parameters but {wheres[0]} of {counts[0]}: give "
                 "the state dicts of all ranks of one checkpoint, in their order"
             )
-    for name, (groups, _) in zip(wheres, ranks):
-        for number, group in enumerate(groups):
-            _check_kind(group.options, f"{name}['param_groups'][{number}]", kind, use_muon)
     groups = ranks[0][0]
     if kind == "keller_jordan" and not any("use_muon" in group.options for group in groups):
         use_muon = use_muon is not False  # a Muon that trains nothing else
     return SourceOptimizer(use_muon, groups, [state for _, state in ranks], wheres)
 
 
-def _read_state_dict(state_dict: Any, where: str) -> tuple[list[SavedGroup], State]:
+def _read_state_dict(
+    state_dict: Any, where: str, kind: str, use_muon: Optional[bool]
+) -> tuple[list[SavedGroup], State]:
     """Groups and state of a state dict, of torch.optim or by names, as torch.distributed.checkpoint
     makes them.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or of another kind.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
@@ -150,9 +149,8 @@ def _read_state_dict(state_dict: Any, where: str) -> tuple[list[SavedGroup], Sta
         ids = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(ids, (list, tuple)) or not all(isinstance(i, (int, str)) for i in ids):
             raise ValueError(f"{where_group} has no list of params")
-        options = {k: v for k, v in group.items() if k not in ("params", "names", "param_names")}
-        check_options(options, where_group)
-        groups.append(SavedGroup(list(ids), _names_of(group), options))
+        _check_kind(group, where_group, kind, use_muon)
+        groups.append(SavedGroup(list(ids), _names_of(group), read_options(group, where_group)))
     ids = [saved_id for group in groups for saved_id in group.ids]
     unique_ids = set(ids)
     if len(unique_ids) != len(ids):
@@ -188,18 +186,17 @@ def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
     return None
 
 
-def _check_kind(
-    options: Mapping[str, Any], where: str, kind: str, use_muon: Optional[bool]
-) -> None:
+def _check_kind(group: Mapping[str, Any], where: str, kind: str, use_muon: Optional[bool]) -> None:
     """Checks that a group is of the kind, or torch's AdamW's beside it."""
-    looks_like = kind_of(options)
+    looks_like = kind_of(group)
     if looks_like == kind or (use_muon is False and looks_like == "torch_adamw"):
         return
-    if OWN_KEY in options:
+    if OWN_KEY in group:
         raise ValueError(f"{where} is this package's own: use load_state_dict")
     guess = f"; it looks like kind={looks_like!r}" if looks_like else ""
     raise ValueError(
-        f"{where} is of no {kind!r} checkpoint: it has the keys {', '.join(sorted(options))}{guess}"
+        f"{where} is of no {kind!r} checkpoint: it has the keys "
+        f"{', '.join(sorted(map(str, group.keys() - {'params'})))}{guess}"
     )
 
 

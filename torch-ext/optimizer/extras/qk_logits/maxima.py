@@ -110,36 +110,27 @@ def max_qk_logits(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or DTensors; names the argument.
     """
-    _check_tensors(q, k, q_rope, k_rope)
-    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
-    scale = _check_numbers(scale, block_size, width)
-    ids = _check_document_ids(document_ids, q, k)
-    attn_mask = _check_attn_mask(attn_mask, q, k)
-    inputs = _Inputs(q, k, q_rope, k_rope, *ids, attn_mask, scale, causal, mask_mod)
-    if out is not None:
-        _check_tensor("out", out, q)
-        if out.shape != q.shape[1:2] or out.dtype != _dtype_of_maxima(q):
-            raise ValueError(
-                f"out must be {tuple(q.shape[1:2])} of {_dtype_of_maxima(q)}, but has shape "
-                f"{tuple(out.shape)} and {out.dtype}"
-            )
-    has_pairs = q.shape[0] > 0 and q.shape[2] > 0 and k.shape[2] > 0
-    is_compiling = torch.compiler.is_compiling()
-    if has_pairs and not is_compiling and _has_kernel(inputs, block_size):
-        found = _raise_by_kernel(inputs, _empty_maxima(q) if out is None else out)
-        if found is not None:
-            return found
-    if not has_pairs:
-        best = _empty_maxima(q)
-    elif not is_compiling:
-        best = _loop(inputs, block_size)
+    is_one = document_ids is None or isinstance(document_ids, Tensor)
+    ids = (document_ids, document_ids) if is_one else tuple(document_ids)  # type: ignore[arg-type]
+    if len(ids) != 2:
+        raise ValueError(f"document_ids must be a tensor or two, not {len(ids)}")
+    inputs = _Inputs(q, k, q_rope, k_rope, *ids, attn_mask, 1.0, causal, mask_mod)
+    inputs = _checked(inputs, out)
+    inputs = inputs._replace(scale=_check_numbers(scale, block_size, inputs.width))
+    best = _empty_maxima(q) if out is None else out
+    if not (q.shape[0] and q.shape[2] and k.shape[2]):  # no pair
+        return best
+    if not torch.compiler.is_compiling():
+        if _has_kernel(inputs, block_size) and _raise_by_kernel(inputs, best):
+            return best
+        largest = _loop(inputs, block_size)
     elif mask_mod is not None:
-        best = _scan(inputs, block_size)
+        largest = _scan(inputs, block_size)
     else:
-        best = _loop_of_graphs(*inputs[:-1], block_size)
-    if scale > 0:  # the order of the products is that of the logits
-        best = best * scale
-    return best if out is None else out.copy_(torch.maximum(out, best))
+        largest = _loop_of_graphs(*inputs[:-1], block_size)
+    if inputs.scale > 0:  # the order of the products is that of the logits
+        largest = largest * inputs.scale
+    return largest if out is None else out.copy_(torch.maximum(out, largest))
 
 
 def _empty_maxima(q: Tensor) -> Tensor:
@@ -165,6 +156,10 @@ class _Inputs(NamedTuple):
     causal: bool
     mask_mod: Optional[MaskMod]
 
+    @property
+    def width(self) -> int:
+        return self.q.shape[3] + (0 if self.q_rope is None else self.q_rope.shape[3])
+
 
 _has_failed = False  # the kernel, in this process: it is not tried again
 
@@ -189,21 +184,22 @@ def _is_readable(tensor: Optional[Tensor]) -> bool:
     return not (isinstance(tensor, FakeTensor) or is_wrapped(tensor) or tensor.is_neg())
 
 
-def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> Optional[Tensor]:
-    """``best``, raised; None where Triton can't compile or launch the kernel here."""
+def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> bool:
+    """Raises ``best``; returns False if Triton can't compile or launch the kernel here."""
     from ...triton_kernels.logit_maxima import raise_maxima
 
     mask = inputs.attn_mask
     largest_excluded = None if mask is None else _largest_excluded(mask)
     options: dict[str, Any] = {"scale": inputs.scale, "causal": inputs.causal}
     try:
-        return raise_maxima(best, *inputs[:7], largest_excluded=largest_excluded, **options)
+        raise_maxima(best, *inputs[:7], largest_excluded=largest_excluded, **options)
     except Exception as error:  # nothing was launched
         global _has_failed
         _has_failed = True
         problem = triton_kernels.first_line_of(error)
         triton_kernels.warn_of_doing_without(f"{problem}. {triton_kernels.NEEDS}")
-        return None
+        return False
+    return True
 
 
 Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
@@ -221,16 +217,14 @@ class _Block(NamedTuple):
 
 def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, int, int]:
     """How many batch entries, key heads, queries and keys a block has; the last ones have fewer."""
-    (B, Hq, Tq, width), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
-    if inputs.q_rope is not None:
-        width += inputs.q_rope.shape[3]
+    (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     device = inputs.q.device.type
     numel = BLOCK_NUMEL.get(device, DEFAULT_BLOCK_NUMEL)
     side = block_size or BLOCK_SIDE.get(device, DEFAULT_BLOCK_SIDE)
     while True:
         queries, keys = min(side, Tq), min(side, Tk)
         rows = Hq // Hk * queries  # those of a key head
-        numel_of_head = rows * keys + (rows + keys) * width
+        numel_of_head = rows * keys + (rows + keys) * inputs.width
         if block_size is not None or side <= 16 or numel_of_head <= numel:
             break
         side //= 2
@@ -272,11 +266,10 @@ def _loop_of_graphs(
 ) -> Tensor:
     """`_loop` as one operator of a compiled graph, whatever the length."""
     tensors = q, k, q_rope, k_rope, query_ids, key_ids, attn_mask
-    inputs = _Inputs(*tensors, scale, causal, None)
-    found = None
-    if _has_kernel(inputs, block_size):
-        found = _raise_by_kernel(inputs._replace(scale=1.0), _empty_maxima(q))
-    return _loop(inputs, block_size) if found is None else found
+    inputs, best = _Inputs(*tensors, scale, causal, None), _empty_maxima(q)
+    if _has_kernel(inputs, block_size) and _raise_by_kernel(inputs._replace(scale=1.0), best):
+        return best
+    return _loop(inputs, block_size)
 
 
 _loop_of_graphs.register_fake(lambda q, *_: _empty_maxima(q))
@@ -298,34 +291,23 @@ def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
 
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     totals, sizes = (B, Hk, Tq, Tk), _block_sizes(inputs, block_size)
-    n_batches, n_heads, n_rows, n_columns = (-(-n // size) for n, size in zip(totals, sizes))
+    counts = [-(-total // size) for total, size in zip(totals, sizes)]
     group, device = Hq // Hk, inputs.q.device
-    if inputs.causal:  # a row of squares reaches to the diagonal
-        lengths = torch.arange(1, n_rows + 1, device=device).clamp_max(n_columns)
-        corner = min(n_rows, n_columns)
-        pairs = corner * (corner + 1) // 2 + (n_rows - corner) * n_columns
-    else:
-        lengths = torch.full((n_rows,), n_columns, device=device)
-        pairs = n_rows * n_columns
-    ends = lengths.cumsum(0)
 
     def update(best: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        pair, rest = number % pairs, number // pairs
-        is_above = ends <= pair
-        row, column = is_above.sum(), pair - torch.where(is_above, lengths, 0).sum()
-        batch, key_heads, queries, keys = (
-            (at * size).clamp_max(total - size) + torch.arange(size, device=device)
-            for at, total, size in zip(
-                (rest // n_heads, rest % n_heads, row, column), totals, sizes
-            )
-        )
+        rest, indices = number, []
+        for count, total, size in reversed(list(zip(counts, totals, sizes))):
+            start = (rest % count * size).clamp_max(total - size)
+            indices.append(start + torch.arange(size, device=device))
+            rest = rest // count
+        keys, queries, key_heads, batch = indices
         query_heads = key_heads[:, None] * group + torch.arange(group, device=device)
         query_heads = query_heads.flatten()
         maxima = _maxima(inputs, _Block(batch, query_heads, key_heads, queries, keys))
         maxima = torch.maximum(best.index_select(0, query_heads), maxima)
         return best.index_copy(0, query_heads, maxima), number.clone()  # an output of each step
 
-    numbers = torch.arange(n_batches * n_heads * pairs, device=device)
+    numbers = torch.arange(math.prod(counts), device=device)
     return scan(update, _empty_maxima(inputs.q), numbers)[0]
 
 
@@ -419,26 +401,27 @@ def _indices(selection: Selection, device: torch.device) -> Tensor:
     return selection
 
 
-def _check_tensor(name: str, tensor: Any, q: Tensor) -> None:
-    if is_dtensor(tensor):
-        raise ValueError(
-            f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
-            "maxima of all ranks together afterwards"
-        )
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor, not {type(tensor).__name__}")
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device}, but q on {q.device}")
-
-
-def _check_tensors(q: Any, k: Any, q_rope: Any, k_rope: Any) -> None:
+def _checked(inputs: _Inputs, out: Optional[Tensor]) -> _Inputs:
+    """The inputs, whose tensors are checked; ids and masks get all dimensions."""
+    q, k, q_rope, k_rope = inputs[:4]
     if (q_rope is None) != (k_rope is None):
         name = "q_rope" if k_rope is None else "k_rope"
         raise ValueError(f"q_rope and k_rope belong together: only {name} was given")
-    for name, tensor in (("q", q), ("k", k), ("q_rope", q_rope), ("k_rope", k_rope)):
-        if tensor is None:
+    names = ("q", "k", "q_rope", "k_rope", "document_ids", "document_ids", "attn_mask", "out")
+    tensors: list[tuple[str, Any]] = list(zip(names, (*inputs[:7], out)))
+    for name, tensor in tensors:
+        if tensor is None and name not in ("q", "k"):
             continue
-        _check_tensor(name, tensor, q)
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
+                "maxima of all ranks together afterwards"
+            )
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, but q on {q.device}")
+    for name, tensor in tensors[: 2 if q_rope is None else 4]:
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, heads, positions, width), but has shape "
@@ -448,26 +431,30 @@ def _check_tensors(q: Any, k: Any, q_rope: Any, k_rope: Any) -> None:
             raise ValueError(f"{name} must be real floating point, not {tensor.dtype}")
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, but q is {q.dtype}")
-    (B, Hq, _, D), (Hk, Tk) = q.shape, k.shape[1:3]
-    if (k.shape[0], k.shape[3]) != (B, D):
-        raise ValueError(
-            f"k of shape {tuple(k.shape)} does not fit q of shape {tuple(q.shape)}: batch and "
-            "width must be equal"
-        )
+    (B, Hq, Tq, D), (Hk, Tk) = q.shape, k.shape[1:3]
     if min(Hq, Hk) == 0 or Hq % Hk:
         raise ValueError(f"q has {Hq} heads, which is no multiple of the {Hk} heads of k")
-    if q_rope is None:
-        return
-    if q_rope.shape[:3] != q.shape[:3]:
+    _check_shape("k", k, (B, Hk, Tk, D))
+    if q_rope is not None and k_rope is not None:
+        R = q_rope.shape[3]
+        _check_shape("q_rope", q_rope, (B, Hq, Tq, R))
+        _check_shape("k_rope", k_rope, (B, Hk, Tk, R), (B, 1, Tk, R))
+    dtype = _dtype_of_maxima(q)
+    if out is not None and (out.shape != (Hq,) or out.dtype != dtype):
         raise ValueError(
-            f"q_rope of shape {tuple(q_rope.shape)} does not fit q of shape {tuple(q.shape)}: all "
-            "but the width must be equal"
+            f"out must be {(Hq,)} of {dtype}, but has shape {tuple(out.shape)} and {out.dtype}"
         )
-    R = q_rope.shape[3]
-    if tuple(k_rope.shape) not in ((B, Hk, Tk, R), (B, 1, Tk, R)):
+    return inputs._replace(
+        query_ids=_check_ids(inputs.query_ids, B, Tq),
+        key_ids=_check_ids(inputs.key_ids, B, Tk),
+        attn_mask=_check_mask(inputs.attn_mask, (B, Hq, Tq, Tk)),
+    )
+
+
+def _check_shape(name: str, tensor: Tensor, *shapes: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) not in shapes:
         raise ValueError(
-            f"k_rope must be {(B, Hk, Tk, R)} or {(B, 1, Tk, R)}, but has shape "
-            f"{tuple(k_rope.shape)}"
+            f"{name} must be {' or '.join(map(str, shapes))}, but has shape {tuple(tensor.shape)}"
         )
 
 
@@ -484,42 +471,27 @@ def _check_numbers(scale: Any, block_size: Any, width: int) -> float:
     return width**-0.5 if scale is None else float(scale)
 
 
-def _check_document_ids(
-    ids: Optional[DocumentIds], q: Tensor, k: Tensor
-) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """The ids of queries, (B or 1, Tq), and of keys, (B or 1, Tk)."""
+def _check_ids(ids: Optional[Tensor], B: int, T: int) -> Optional[Tensor]:
+    """Ids of documents, (B or 1, T)."""
     if ids is None:
-        return None, None
-    B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
-    if isinstance(ids, Tensor) and Tq != Tk:
+        return None
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"document_ids must be integers, not {ids.dtype}")
+    if tuple(ids.shape) not in ((T,), (B, T)):
         raise ValueError(
-            f"document_ids must be a tuple (of queries, of keys) where q has {Tq} positions and k "
-            f"{Tk}"
+            f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(ids.shape)}; a tuple "
+            "has those of queries and of keys"
         )
-    pair = (ids, ids) if isinstance(ids, Tensor) else tuple(ids)
-    if len(pair) != 2:
-        raise ValueError(f"document_ids must be a tensor or two, not {len(pair)}")
-    for tensor, T in zip(pair, (Tq, Tk)):
-        _check_tensor("document_ids", tensor, q)
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-            raise ValueError(f"document_ids must be integers, not {tensor.dtype}")
-        if tuple(tensor.shape) not in ((T,), (B, T)):
-            raise ValueError(
-                f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(tensor.shape)}"
-            )
-    query_ids, key_ids = (tensor if tensor.dim() == 2 else tensor[None] for tensor in pair)
-    return query_ids, key_ids
+    return ids if ids.dim() == 2 else ids[None]
 
 
-def _check_attn_mask(mask: Optional[Tensor], q: Tensor, k: Tensor) -> Optional[Tensor]:
+def _check_mask(mask: Optional[Tensor], shape: tuple[int, ...]) -> Optional[Tensor]:
     """The mask with all four dimensions, each of 1 or that of the scores."""
     if mask is None:
         return None
-    _check_tensor("attn_mask", mask, q)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"attn_mask must be bool or floating point, not {mask.dtype}")
-    shape, mask_shape = (*q.shape[:3], k.shape[2]), tuple(mask.shape)
-    padded = (1,) * (4 - len(mask_shape)) + mask_shape
-    if len(mask_shape) > 4 or any(n not in (1, size) for n, size in zip(padded, shape)):
-        raise ValueError(f"attn_mask of shape {mask_shape} does not broadcast to {shape}")
+    padded = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(padded) > 4 or any(n not in (1, size) for n, size in zip(padded, shape)):
+        raise ValueError(f"attn_mask of shape {tuple(mask.shape)} does not broadcast to {shape}")
     return mask.detach().view(padded)

@@ -9,7 +9,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any, Callable, Optional, Union
@@ -20,10 +20,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...distributed.dtensors import is_dtensor
+from ...distributed.dtensors import is_dtensor, raw_local
 from ...parameters.names import matches, normalize_name
-from ...qk_clip.config import KINDS, QUERIES
-from .attention_calls import Call, CallReporter, read, read_scores
+from ...qk_clip.config import QUERIES, SIDES
+from ...qk_clip.layers import quote
+from .attention_calls import Call, read, read_scores, report_calls
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -32,7 +33,7 @@ if dist.is_available():
 FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value")
 
 # Names of projections in attention modules; nn.MultiheadAttention has parameters for them.
-PROJECTIONS = frozenset({*KINDS, *FUSED, "in_proj_weight", "q_proj_weight"})
+PROJECTIONS = frozenset({*SIDES, *FUSED, "in_proj_weight", "q_proj_weight"})
 
 OBSERVE = "call the recorder's observe or observe_scores in its forward"
 
@@ -44,15 +45,15 @@ class QKLogitRecorder:
     what was recorded at each step.
 
     Where a hooked module, or one below it, calls ``F.scaled_dot_product_attention`` or
-    ``flex_attention``, maxima are computed from the call's queries, keys, scale and mask. Calls are
-    seen by these names in torch's modules, and by any name that the files with the forwards of
-    those modules have for these functions, or for a compiled ``flex_attention``, but not where an
-    attribute, a closure or a partial holds them. Where ``flex_attention`` is
-    asked for ``AuxRequest(max_scores=True)``, its maxima are taken: they come for free, and include
-    what a ``score_mod`` does to a score. Otherwise a ``score_mod`` is not looked at.
+    ``torch.nn.attention.flex_attention.flex_attention``, maxima are computed from the call's
+    queries, keys, scale and mask. Calls are seen by these names in torch's modules, but not by a
+    name that was imported from there, nor where ``flex_attention`` is compiled. Where
+    ``flex_attention`` is asked for ``AuxRequest(max_scores=True)``, its maxima are taken: they come
+    for free, and include what a ``score_mod`` does to a score. Otherwise a ``score_mod`` is not
+    looked at.
 
-    Attention of other kinds has to call `observe` or `observe_scores`, and so has all attention in
-    compiled modules. Under context parallelism a call sees some of the keys only, and so does the
+    Other attention has to call `observe` or `observe_scores`, and so has all attention in compiled
+    modules. Under context parallelism a call sees some of the keys only, and so does the
     recorder.
 
     What counts is a forward with gradients enabled that ends: where the model's forward raises, or
@@ -71,7 +72,7 @@ class QKLogitRecorder:
             its first compiled forward: Dynamo does not see hooks that come later.
         modules: patterns for names of modules, shell-style for the whole name, or whole components
             of it; of modules within each other, a pattern means the outermost. None for all that
-            own a projection by its usual name (`config.KINDS`, `FUSED`), as a module or a
+            own a projection by its usual name (`config.SIDES`, `FUSED`), as a module or a
             parameter, and ``nn.MultiheadAttention`` (to be called with ``need_weights=False``).
 
     Raises:
@@ -86,35 +87,22 @@ class QKLogitRecorder:
         for record in records:
             _remove_recorders(record.module)
             record.within = [r for r in records if r is record or _is_within(r.name, record.name)]
-        self._start(model, records)
+        self._records = {record.name: record for record in records}
+        self._of_module = {record.module: record for record in records}
+        self._threads = threading.local()
+        self._handles: list[Any] = []
+        self._unhook = weakref.finalize(self, _remove_all, self._handles)
+        self._is_on = True
         torch.compiler.assume_constant_result(_note_compiled)
         torch.compiler.assume_constant_result(_note_observed)
         if model not in self._of_module:
             self._hook(_Record("", model, within=records, attends=False))
         for record in records:
             self._hook(record)
-        self._is_on = True
-
-    def _start(self, model: Optional[nn.Module], records: Sequence[_Record]) -> None:
-        self._model = model
-        self._records = {record.name: record for record in records}
-        self._of_module = {record.module: record for record in records}
-        self._running = _Running()
-        self._reporter = CallReporter(
-            [m for r in records for m in r.module.modules()], self._record_call
-        )
-        self._handles: list[Any] = []
-        self._unhook = weakref.finalize(self, _remove_all, self._handles)
-        self._is_on = False
-
-    def __deepcopy__(self, memo: Any) -> QKLogitRecorder:
-        """A copy, which a model may hold, has no modules and records nothing."""
-        recorder = QKLogitRecorder.__new__(QKLogitRecorder)
-        recorder._start(None, [])
-        return recorder
 
     def __reduce__(self) -> tuple:
-        # Without this package: its name differs from build to build, and it may not be there.
+        # Copies and pickles, which a model may hold, record nothing, and do without this package:
+        # its name differs from build to build, and it may not be there.
         inert = "".format  # takes anything
         methods = dict.fromkeys(("discard", "observe", "observe_scores", "remove"), inert)
         return SimpleNamespace, (), {"names": [], "forwards": {}, "take": dict, **methods}
@@ -180,7 +168,7 @@ class QKLogitRecorder:
         taken: dict[str, Optional[Tensor]] = {}
         for name, record in self._records.items():
             try:
-                taken[name] = record.take(self._model)
+                taken[name] = record.take()
             except ValueError as error:
                 problems.append(str(error))
             if not self._is_on:
@@ -200,7 +188,7 @@ class QKLogitRecorder:
         """Takes all hooks off."""
         self._unhook()
         self._leave_all()
-        self._reporter.close_all()
+        report_calls(self, -sys.maxsize)
         self._is_on = False
 
     def __enter__(self) -> QKLogitRecorder:
@@ -215,34 +203,43 @@ class QKLogitRecorder:
         hooks.append(module.register_forward_pre_hook(before))
         # First of all: attention in other hooks is not the module's.
         hooks.append(module.register_forward_hook(after, prepend=True, always_call=True))
-        query = record.query if record.attends else None
-        if isinstance(query, nn.Module):
-            hooks.append(query.register_forward_pre_hook(_ForwardHook(self._before_query, record)))
+        if record.attends and isinstance(record.query, nn.Module):
+            before_query = _ForwardHook(self._before_query, record, is_of_query=True)
+            hooks.append(record.query.register_forward_pre_hook(before_query))
+
+    @property
+    def _running(self) -> list[_RunningForward]:
+        """The forwards that are running, in this thread: autograd's threads recompute others."""
+        return vars(self._threads).setdefault("running", [])
+
+    def _running_forward(self, record: _Record) -> Optional[_RunningForward]:
+        """The innermost forward of the record's module."""
+        return next((f for f in reversed(self._running) if f.record is record), None)
 
     def _before(self, record: _Record, *_: Any) -> None:
-        forward, earlier = _RunningForward(record, _counts()), self._running.find(record)
-        if forward.is_recorded and earlier is not None and earlier.is_recorded:
-            within = sum(other.record is record for other in self._running.forwards)
+        forward, earlier = _RunningForward(record, _counts()), self._running_forward(record)
+        if earlier is not None:
+            within = sum(other.record is record for other in self._running)
             if _calls_of(record.module) <= within:  # not one in the other: an interrupt has left it
                 self._leave(earlier, ended=False)
-        self._running.forwards.append(forward)
+        self._running.append(forward)
         if forward.is_recorded:
             if torch._C._functorch.peek_interpreter_stack() is None:  # else nothing is recorded
                 with _disable_current_modes():  # for selective checkpointing, see add_eagerly
-                    forward.snapshots = [_Snapshot(r) for r in record.within]
+                    forward.snapshots = [(r, r.snapshot()) for r in record.within]
             if record.attends:
                 if isinstance(record.query, Tensor):
                     record.note_rows(record.query)
-                self._reporter.open()
+                report_calls(self, 1)
 
     def _before_query(self, record: _Record, projection: nn.Module, *_: Any) -> None:
         # The projection's weight is whole, but for tensor parallelism, in its own forward only.
-        forward = self._running.find(record)
+        forward = self._running_forward(record)
         if forward is not None and forward.is_recorded:
             record.note_rows(getattr(projection, "weight", None))
 
     def _after(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
-        forward = self._running.find(record)
+        forward = self._running_forward(record)
         if forward is None:  # another hook raised before ours was called
             return
         ended = output is not None or sys.exc_info()[0] is None
@@ -256,29 +253,26 @@ class QKLogitRecorder:
         those within ``last`` never ended; but keeps what ``last`` recorded if it has ``ended``."""
         forward = None
         while forward is not last:
-            forward = self._running.forwards.pop()
+            forward = self._running.pop()
             if forward.is_recorded and forward.record.attends:
-                self._reporter.close()
+                report_calls(self, -1)
             if forward is not last or not ended:
                 with _disable_current_modes():
-                    for snapshot in forward.snapshots:
-                        snapshot.restore()
+                    for record, snapshot in forward.snapshots:
+                        record.restore(snapshot)
 
     def _leave_all(self) -> None:
         """Forgets the forwards of this thread that were interrupted, and what they recorded."""
-        if self._running.forwards:
-            self._leave(self._running.forwards[0], ended=False)
+        if self._running:
+            self._leave(self._running[0], ended=False)
 
-    def _record_call(self, call: Callable[[], Call]) -> None:
+    def record_call(self, call: Callable[[], Call]) -> None:
         """Records an attention call of the innermost forward in this thread, if there is any."""
-        forward = self._running.forwards[-1] if self._running.forwards else None
-        if forward is None or not forward.is_recorded or not forward.record.attends:
-            return
-        forward.saw_attention = True
-        try:
-            forward.record.add_eagerly(call())
-        except Exception as error:  # not raised now: ranks had better fail together, in take()
-            forward.record.problem = _problem_of(error)
+        forward = self._running[-1] if self._running else None
+        if forward is not None and forward.is_recorded and forward.record.attends:
+            forward.saw_attention = True
+            # An error is not raised now: ranks had better fail together, in take().
+            forward.record.add_eagerly(call, raises=False)
 
     def _observe(self, module: Union[nn.Module, str], call: Callable[[], Call]) -> None:
         if not self._is_on:
@@ -288,16 +282,11 @@ class QKLogitRecorder:
             if torch.is_grad_enabled():
                 record.add_compiled(call())
             return
-        forward = self._running.find(record)
-        if forward.is_recorded if forward is not None else _counts():
-            if forward is not None:
-                forward.saw_attention = True
-            try:
-                record.add_eagerly(call())
-            except ValueError:
-                raise
-            except Exception as error:
-                record.problem = _problem_of(error)
+        forward = self._running_forward(record)
+        if forward is not None:
+            forward.saw_attention = True
+        if _counts() if forward is None else forward.is_recorded:
+            record.add_eagerly(call, raises=True)
 
     def _find(self, module: Union[nn.Module, str]) -> _Record:
         if isinstance(module, str):
@@ -306,7 +295,7 @@ class QKLogitRecorder:
             record = self._of_module.get(module)
         if record is None:
             name = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
-            raise ValueError(f"{name} is not hooked; there are {_listed(self.names)}")
+            raise ValueError(f"{name} is not hooked; there are {quote(self.names)}")
         return record
 
 
@@ -354,122 +343,108 @@ class _Record:
         return next((children[name] for name in QUERIES if children.get(name) is not None), None)
 
     def note_rows(self, weight: Any) -> None:
+        """Notes how the rows of the query projection are sharded."""
         if is_dtensor(weight):
             sharded = [i for i, p in enumerate(weight.placements) if p.is_shard(0)]
             if len(sharded) == 1:
-                local = weight.to_local().shape[0]
+                local = raw_local(weight).shape[0]
                 self.rows = (weight.device_mesh, sharded[0], weight.shape[0], local)
 
-    def add_eagerly(self, call: Call) -> None:
+    def add_eagerly(self, read_call: Callable[[], Call], raises: bool) -> None:
+        """Raises the maxima to the logits of a call; an error is a `problem`, or is raised."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self.problem = "runs within a transform of torch.func, where nothing can be recorded"
             return
-        if not call.has_numbers:  # of a run that is to tell shapes
-            return
-        # Selective checkpointing would take our operations for some of those it runs again.
-        with _disable_current_modes():
-            self.prepare(call.head_count, call.device)
-            assert self.maxima is not None
-            call.raise_maxima(self.maxima)
-            self.heads, self.head_dim = call.heads, call.head_dim
+        try:
+            call = read_call()
+            if not call.has_numbers:  # of a run that is to tell shapes
+                return
+            # Selective checkpointing would take our operations for some of those it runs again.
+            with _disable_current_modes():
+                self.prepare(call.queries.shape[1], call.queries.device)
+                assert self.maxima is not None
+                call.raise_maxima(self.maxima)
+                self.heads, self.head_dim = call.heads, call.head_dim
+        except ValueError as error:
+            if raises:
+                raise
+            self.problem = str(error)
+        except Exception as error:
+            kind = type(error).__name__
+            self.problem = f"was not recorded, for its attention calls raise {kind}: {error}"
 
     def add_compiled(self, call: Call) -> None:
         # Nothing is assigned here: a graph under activation checkpointing must not, and one that
         # makes the maxima would be compiled anew when there are some.
-        device = call.device
-        _note_observed(self.key, call.head_count, call.head_dim, device.type, device.index)
+        device, heads = call.queries.device, call.queries.shape[1]
+        _note_observed(self.key, heads, call.head_dim, device.type, device.index)
         assert self.maxima is not None
         call.raise_maxima(self.maxima)
 
     def prepare(self, count: int, device: torch.device) -> None:
         """Makes the maxima of ``count`` heads where there are none, or those of other heads."""
-        if self.maxima is None or self.maxima.device != device:
-            self.maxima = _empty_maxima(count, device)
-        elif self.maxima.shape[0] != count:
-            self.problem = f"attends with {count} heads, and with {len(self.maxima)} before"
-            self.maxima = _empty_maxima(count, device)
+        maxima = self.maxima
+        if maxima is not None and maxima.device == device and len(maxima) != count:
+            self.problem = f"attends with {count} heads, and with {len(maxima)} before"
+        if maxima is None or maxima.device != device or len(maxima) != count:
+            self.maxima = torch.full((count,), -math.inf, dtype=torch.float32, device=device)
 
-    def take(self, model: Optional[nn.Module]) -> Optional[Tensor]:
+    def take(self) -> Optional[Tensor]:
         """Returns the maxima, if there ever were any, and starts afresh.
 
         Raises:
             ValueError: they were not recorded as they should; starts afresh, too.
         """
-        maxima, problem = None, self.problem
-        if self.maxima is not None:
-            maxima = self.maxima.clone()
-        if self.is_blind:
+        maxima = None if self.maxima is None else self.maxima.clone()
+        problem = self.problem
+        if self.is_blind and isinstance(self.module, nn.MultiheadAttention):
+            problem = "ran, but called no attention function: give it need_weights=False"
+        elif self.is_blind:
             problem = (
                 "ran, but no attention call was seen: give models of transformers "
-                f'attn_implementation="sdpa"; in other models {OBSERVE}, or leave it out by '
-                "modules="
+                f'attn_implementation="sdpa"; in other models {OBSERVE}, or name the modules that '
+                "attend by modules="
             )
-            if isinstance(self.module, nn.MultiheadAttention):
-                problem = "ran, but called no attention function: give it need_weights=False"
         elif self.is_compiled and not self.is_observed and not self.forwards:
             problem = f"is compiled, so no attention call can be seen: {OBSERVE}"
         self.clear()
         if problem is not None:
             raise ValueError(f"{self.name} {problem}")
-        if maxima is None:
-            return None
-        sharding = self._sharding(model)
+        return maxima if maxima is None else self._as_sharded(maxima)
+
+    def clear(self) -> None:
+        self.restore((self.maxima, None, 0, False, None))
+
+    def snapshot(self) -> tuple:
+        """What was recorded until now, for `restore`."""
+        values = None if self.maxima is None else self.maxima.clone()
+        return self.maxima, values, self.forwards, self.is_blind, self.problem
+
+    def restore(self, snapshot: tuple) -> None:
+        maxima, values, self.forwards, self.is_blind, self.problem = snapshot
+        if maxima is not None:
+            self.maxima = maxima
+        if self.maxima is not None:  # the same tensor, as compiled forwards may guard on it
+            self.maxima.copy_(values) if values is not None else self.maxima.fill_(-math.inf)
+
+    def _as_sharded(self, maxima: Tensor) -> Tensor:
+        """The maxima as a DTensor, where ranks have heads of their own."""
+        sharding = self.heads
+        if sharding is None and self.rows is not None:
+            mesh, dim, rows, local = self.rows
+            heads = len(maxima) * rows // local if local else rows // self.head_dim
+            if rows == local or rows != len(maxima) * self.head_dim:  # else gathered before
+                sharding = mesh, dim, heads
         if sharding is None:
             return maxima
         mesh, dim, count = sharding
+        if mesh.ndim > 1 and mesh.mesh_dim_names:
+            mesh, dim = mesh[mesh.mesh_dim_names[dim]], 0
         placements: list[Any] = [Replicate()] * mesh.ndim
         placements[dim] = Shard(0)
-        if mesh.ndim > 1 and mesh.mesh_dim_names:
-            mesh, placements = mesh[mesh.mesh_dim_names[dim]], [Shard(0)]
         return DTensor.from_local(
             maxima, mesh, placements, run_check=False, shape=torch.Size((count,)), stride=(1,)
         )
-
-    def clear(self) -> None:
-        self.forwards, self.is_blind, self.problem = 0, False, None
-        if self.maxima is not None:
-            self.maxima.fill_(-math.inf)
-
-    def _sharding(self, model: Optional[nn.Module]) -> Optional[tuple[Any, int, int]]:
-        """The mesh, its dimension that shards heads, how many there are; None if ranks have all."""
-        if self.heads is not None:
-            return self.heads
-        if self.rows is None and self.is_compiled:
-            self._note_rows_at_rest(model)
-        if self.rows is None:
-            return None
-        assert self.maxima is not None
-        mesh, dim, rows, local = self.rows
-        local_heads = self.maxima.shape[0]
-        if rows != local and rows == local_heads * self.head_dim:  # gathered before attention
-            return None
-        return mesh, dim, local_heads * rows // local if local else rows // self.head_dim
-
-    def _note_rows_at_rest(self, model: Optional[nn.Module]) -> None:
-        """Notes rows between forwards, from a weight that may be sharded for other reasons."""
-        query = self.query
-        weight: Any = query if isinstance(query, Tensor) else getattr(query, "weight", None)
-        if model is None or not is_dtensor(weight):
-            return
-        from torch.distributed.fsdp import FSDPModule
-
-        if not any(isinstance(module, FSDPModule) for module in model.modules()):
-            self.note_rows(weight)
-        elif sum(p.is_shard() for p in weight.placements) > 1:
-            raise ValueError(
-                f"{self.name} is compiled under FSDP2 and tensor parallelism, so it can't be told "
-                "which heads are here: leave it eager"
-            )
-
-
-def _problem_of(error: Exception) -> str:
-    if isinstance(error, ValueError):
-        return str(error)
-    return f"was not recorded, for its attention calls raise {type(error).__name__}: {error}"
-
-
-def _empty_maxima(count: int, device: torch.device) -> Tensor:
-    return torch.full((count,), -math.inf, dtype=torch.float32, device=device)
 
 
 # Records by their keys. Keys are constants, so Dynamo can call the two functions below with them
@@ -477,10 +452,12 @@ def _empty_maxima(count: int, device: torch.device) -> Tensor:
 _RECORDS: weakref.WeakValueDictionary[str, _Record] = weakref.WeakValueDictionary()
 
 
-def _note_compiled(key: str) -> int:
+def _note_compiled(key: str, calls_query: bool) -> int:
     record = _RECORDS.get(key)
     if record is not None:
         record.is_compiled = True
+        if calls_query or isinstance(record.query, Tensor):
+            record.note_rows(getattr(record.query, "weight", record.query))
     return 0
 
 
@@ -494,24 +471,6 @@ def _note_observed(key: str, count: int, head_dim: int, device: str, index: Opti
     return 0
 
 
-class _Snapshot:
-    """What had been recorded of a module when a forward began."""
-
-    def __init__(self, record: _Record):
-        self._record, maxima = record, record.maxima
-        self._maxima = None if maxima is None else (maxima, maxima.clone())
-        self._fields = record.forwards, record.is_blind, record.problem
-
-    def restore(self) -> None:
-        record = self._record
-        if self._maxima is not None:
-            record.maxima, values = self._maxima
-            record.maxima.copy_(values)
-        elif record.maxima is not None:  # compiled forwards may guard on it
-            record.maxima.fill_(-math.inf)
-        record.forwards, record.is_blind, record.problem = self._fields
-
-
 @dataclass(eq=False)
 class _RunningForward:
     """A forward that is running; ``is_recorded`` is False of one that does not count."""
@@ -519,7 +478,7 @@ class _RunningForward:
     record: _Record
     is_recorded: bool
     saw_attention: bool = False
-    snapshots: list[_Snapshot] = field(default_factory=list)
+    snapshots: list[tuple[_Record, tuple]] = field(default_factory=list)
 
 
 def _calls_of(module: nn.Module) -> int:
@@ -532,29 +491,19 @@ def _calls_of(module: nn.Module) -> int:
     return calls
 
 
-class _Running(threading.local):
-    """The forwards that are running, in this thread: autograd's threads recompute others."""
-
-    def __init__(self) -> None:
-        self.forwards: list[_RunningForward] = []
-
-    def find(self, record: _Record) -> Optional[_RunningForward]:
-        """The innermost forward of the record's module."""
-        return next((f for f in reversed(self.forwards) if f.record is record), None)
-
-
 class _ForwardHook:
     """Calls a method of the recorder, while there is one, with a record; a copy, or a pickle, does
     nothing."""
 
-    def __init__(self, method: Any, record: _Record):
+    def __init__(self, method: Any, record: _Record, is_of_query: bool = False):
         self.method = weakref.WeakMethod(method)
         self.record = record
+        self.is_of_query = is_of_query
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
-                _note_compiled(self.record.key)
+                _note_compiled(self.record.key, self.is_of_query)
             return
         method = self.method()
         if method is not None:
@@ -623,7 +572,7 @@ def _attention_modules(model: nn.Module, patterns: Optional[Sequence[str]]) -> d
         if not chosen:
             raise ValueError(
                 f"no module has any of {sorted(PROJECTIONS)}: name the attention modules in "
-                f"modules=, there are {_listed(modules)}"
+                f"modules=, there are {quote(list(modules))}"
             )
         return chosen
     if not patterns:
@@ -632,7 +581,7 @@ def _attention_modules(model: nn.Module, patterns: Optional[Sequence[str]]) -> d
     for pattern in patterns:
         fitting = [name for name in modules if matches(full_names[name], pattern)]
         if not fitting:
-            raise ValueError(f"no module fits {pattern!r}; there are {_listed(modules)}")
+            raise ValueError(f"no module fits {pattern!r}; there are {quote(list(modules))}")
         for name in fitting:
             if not any(name != other and _is_within(name, other) for other in fitting):
                 chosen[name] = modules[name]
@@ -641,8 +590,3 @@ def _attention_modules(model: nn.Module, patterns: Optional[Sequence[str]]) -> d
 
 def _is_within(name: str, other: str) -> bool:
     return other == "" or name.startswith(f"{other}.")
-
-
-def _listed(names: Iterable[str]) -> str:
-    listed = [repr(name) for name in names]
-    return ", ".join(listed[:6]) + (" …" if len(listed) > 6 else "")
