@@ -135,9 +135,18 @@ def many_hypergraphs(seeds):
     return answers
 
 
-@pytest.mark.parametrize("ranks", [5, 6])
-def test_any_connected_sets_will_do(ranks):
-    answers = run_ranks(many_hypergraphs, ranks, range(12))
+@pytest.mark.parametrize(
+    "ranks, seeds",
+    [
+        (5, range(12)),
+        (6, range(12)),
+        pytest.param(4, range(1000, 1070), marks=pytest.mark.slow),
+        pytest.param(6, range(2000, 2070), marks=pytest.mark.slow),
+        pytest.param(8, range(3000, 3060), marks=pytest.mark.slow),
+    ],
+)
+def test_any_connected_sets_will_do(ranks, seeds):
+    answers = run_ranks(many_hypergraphs, ranks, seeds)
     assert all(other == answers[0] for other in answers)
 
 

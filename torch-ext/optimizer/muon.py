@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
@@ -59,8 +59,6 @@ __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
 
 logger = logging.getLogger(__name__)
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Muon(Stateful):
@@ -366,9 +364,11 @@ class Muon(Stateful):
         try:
             yield
         except BaseException as error:
-            sets = self._sets()
-            self._number(sets)
-            how_often, structure = self._settings.consistency_check, self._structure()
+            sets, settings = self._sets(), self._settings
+            for ranks in sets:  # as the others do, which have no error
+                self._registration.number(ranks)
+            structure = self._survey.structure(settings)
+            how_often = settings.consistency_check
             self._agreement.report(error, how_often, structure, sets, scaling.skips)
             raise
 
@@ -422,14 +422,15 @@ class Muon(Stateful):
         Raises:
             ValueError: ranks would do different things, or one of them has an error.
         """
-        survey, agreement = self._survey, self._agreement
+        survey, agreement, registration = self._survey, self._agreement, self._registration
         sets = self._with_replicas(set(survey.shared))
-        self._number(sets)
+        for ranks in sets:
+            registration.number(ranks)
         skips = agreement.decide(
             self._settings.consistency_check,
-            self._structure(),
+            survey.structure(self._settings),
             sets,
-            lambda: take_notes(step, survey, self._identify),
+            lambda: take_notes(step, survey, registration, agreement.steps),
             skip=scaling.skips,
             only_creates=step.only_creates,
         )
@@ -469,24 +470,6 @@ class Muon(Stateful):
         self._bound = step.bound
         self._last = step.plan, step.bound.schedule
         self._agreement.steps += 1
-
-    def _structure(self) -> dict[agreement.Ranks, Any]:
-        """What this rank shares with each of its sets of ranks, by the last survey."""
-        streams = self._settings.streams
-        return {ranks: (shared, streams) for ranks, shared in self._survey.shared.items()}
-
-    def _number(self, sets: Iterable[agreement.Ranks]) -> None:
-        """Numbers this optimizer among those that each set of ranks shares.
-
-        A rank with an error does so, too, since the others would.
-        """
-        for ranks in sets:
-            self._registration.number(ranks)
-
-    def _identify(self, ranks: agreement.Ranks) -> str:
-        """Which of the optimizers that these ranks share this one is, in words."""
-        number = self._registration.number(ranks)
-        return f"the one made after {number} others, with {self._agreement.steps} steps so far"
 
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this rank."""

@@ -1,10 +1,9 @@
 """Compares what ranks are about to do before a step's first collective: all step or all raise.
 
-If one rank raised alone, the ranks of its meshes would wait for it, the ranks of their meshes for
-them, and so on. So all ranks that a chain of meshes connects, a *union*, decide together. Before
-each step every rank sends its union one record of fixed size: a hash of its notes, and its vote on
-whether to step. The exchange runs on the CPU over gloo; hosts wait for each other, devices don't.
-Only when records differ do ranks send their notes as text, to name what differs.
+All ranks that a chain of meshes connects, a *union*, decide together: one that raised alone would
+leave others waiting. Before each step every rank sends its union one record of fixed size: a hash
+of its notes, and its vote on whether to step. The exchange runs on the CPU over gloo; hosts wait
+for each other, devices don't. Only where records differ do ranks send their notes as text.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from .plan import ranks_sort_key
 
 CHECKS = ("step", "plan", "off")
 
-# Every exchange starts with one record of three int64. Gloo aborts the process when ranks send
-# different sizes, so ranks must send the same size even when they are at different exchanges.
-# The first field says what the sender exchanges: one of these, or in a step a hash of its union.
+# Every exchange starts with one record of three int64, since gloo aborts where sizes differ. The
+# first field says what the sender exchanges: one of these, or in a step a hash of its union.
 _SETS, _DETAILS = range(2)
 
 # The vote of a rank, the second field of its record in a step: a sum of these.
@@ -64,11 +62,8 @@ class Registration:
     """Numbers an optimizer in the order of construction, to tell it from others that are equal.
 
     Each set of ranks counts the optimizers whose parameters it shares, if they are alive or have
-    stepped. So an optimizer of one rank alone shifts no number. One that a single rank makes of
-    shared parameters, and that is alive when numbers are given, makes the next step raise.
-
-    Args:
-        sets: a method of the optimizer that returns the sets of ranks that share its parameters.
+    stepped. One that a single rank makes of shared parameters makes the next step raise. ``sets``
+    is the optimizer's method that returns the sets of ranks that share its parameters.
     """
 
     _all: list[Registration] = []  # in order of construction
@@ -102,17 +97,15 @@ class Agreement:
     Copies and pickles start afresh. So either all ranks of a union go on with a fresh one, or none.
 
     Attributes:
-        may_go: whether other ranks may step, given this rank's vote in the last comparison. If this
-            rank has voted to go and its comparison then breaks off, it stays True, since other
-            ranks may have received all records.
+        others_may_step: whether other ranks may step. After a comparison that broke off they may,
+            if this rank has voted for it: they may have received all records.
         has_compared: whether notes were compared in this step.
-        only_creates: whether the step only creates state, on all ranks: there was no state, the
-            learning rate is 0, and all gradients are zeros.
+        only_creates: whether the step only creates state, on all ranks.
         steps: how many steps were made since this object was made.
     """
 
     def __init__(self) -> None:
-        self.may_go = self.has_compared = self.only_creates = False
+        self.others_may_step = self.has_compared = self.only_creates = False
         self.steps = 0
         self._union: Optional[_Union] = None
         self._structure: Optional[Mapping[Ranks, Any]] = None  # of the last agreement
@@ -122,7 +115,7 @@ class Agreement:
 
     def begin(self) -> None:
         """Begins a step, in which this rank has not voted yet."""
-        self.may_go = self.has_compared = False
+        self.others_may_step = self.has_compared = False
 
     def decide(
         self,
@@ -133,24 +126,24 @@ class Agreement:
         skip: Optional[bool],
         only_creates: bool = False,
     ) -> bool:
-        """Whether the ranks skip a step; if one of them can't make the step, all of them raise.
+        """Whether the ranks skip a step.
 
         Args:
             how_often: one of `CHECKS`.
-            structure: what this rank shares with each of its sets; compared with that of the last
-                agreement.
+            structure: what this rank shares with each of its sets of ranks.
             sets: the ranks that share parameters with this one, mesh by mesh.
             notes: makes the notes of this step.
             skip: whether this rank is to skip the step; None unless a GradScaler calls every step.
             only_creates: whether the step only creates state, as far as this rank knows.
 
         Raises:
-            ValueError: ranks would do different things; the text is the same on all of them.
+            ValueError: ranks would do different things, or one of them has an error; the text is
+                the same on all of them.
             RuntimeError: a rank did not come, or died meanwhile.
         """
-        self.may_go = any(len(ranks) > 1 for ranks in sets)
+        self.others_may_step = any(len(ranks) > 1 for ranks in sets)
         is_due = self._is_due(how_often, structure, skip is not None)
-        self.only_creates = only_creates and (is_due or not self.may_go)
+        self.only_creates = only_creates and (is_due or not self.others_may_step)
         if not is_due:
             return bool(skip)
         with record_function("Muon.agree"):
@@ -166,8 +159,7 @@ class Agreement:
         sets: Collection[Ranks],
         skip: Optional[bool],
     ) -> None:
-        """Tells the other ranks, if they compare notes, of an error that keeps this one from
-        stepping; the arguments are those of `decide`."""
+        """Tells the other ranks of an error that keeps this one from stepping; see `decide`."""
         if self._is_due(how_often, structure, skip is not None):
             is_plain = isinstance(error, ValueError)
             text = str(error) if is_plain else f"{type(error).__name__}: {error}"
@@ -177,14 +169,12 @@ class Agreement:
 
     def revoke(self) -> None:
         """Revokes what all ranks have agreed on, so that they compare notes in the next step."""
-        self.may_go, self._structure = False, None
+        self.others_may_step, self._structure = False, None
 
     def _is_due(self, how_often: str, structure: Mapping[Ranks, Any], may_skip: bool) -> bool:
         """Whether this step compares notes.
 
-        With ``"plan"`` it does if what the whole union shares has changed, since all its ranks see
-        that. A change of what only some ranks share does not count: the other ranks would not come
-        to compare.
+        With ``"plan"`` it does if what the whole union shares has changed, which all its ranks see.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
             return False
@@ -204,11 +194,10 @@ class Agreement:
     ) -> bool:
         """Compares notes with all ranks of this rank's union: whether one of them skips the step.
 
-        Sets of one rank, or without this one, are ignored. All ranks of each set make this call,
-        and so do ranks that had sets at the last call, even if they have none any more. With an
-        error, which is text, notes are ignored; their ranks are a set or a part of one.
+        All ranks of each set make this call, and so do ranks that had sets at the last call. With
+        an error, which is text, notes are ignored; their ranks are a set or a part of one.
         """
-        self.may_go, rank = False, this_rank()
+        self.others_may_step, rank = False, this_rank()
         sets = _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
         notes = {ranks: notes[ranks] for ranks in notes if rank in ranks}
         union, self._union = self._union, None  # until the records of the ranks have come
@@ -223,13 +212,13 @@ class Agreement:
                 # can't know which other ranks have changed their sets, too.
                 has_changed = sets != [ranks for ranks in union.sets if rank in ranks]
                 digest = 0 if fails or has_changed else _digest_of_notes(notes)
-                self.may_go = not (fails or skip)
+                self.others_may_step = not (fails or skip)
                 record = [union.identity, vote + _HAS_CHANGED * has_changed, digest]
                 _, votes, digests = _exchange_records(union.ranks, record).unbind(1)
                 skips = bool((votes & _SKIPS).any())
                 have_changed = bool((votes & _HAS_CHANGED).any())
                 differ = have_changed or bool((votes & _FAILS).any() or digests.sum())  # mod 2⁶⁴
-                self.may_go = not (differ or skips)
+                self.others_may_step = not (differ or skips)
                 if not differ:
                     self._union, self.only_creates = union, bool((votes & _ONLY_CREATES).all())
                     return skips
@@ -241,7 +230,7 @@ class Agreement:
                     raise ValueError(problem)
                 union = None
         except ValueError:
-            self.may_go = False
+            self.others_may_step = False
             raise
         except BaseException:
             # The exchange has left its connections unusable. Closing the others, too, spares the
@@ -254,20 +243,16 @@ class Agreement:
 
 
 def _in_order(sets: Iterable[Ranks]) -> list[Ranks]:
-    """Sorts sets into the one order in which all ranks exchange; else ranks would block each other.
-
-    Larger sets come first: they show contradictions before a rank waits in vain in a smaller set.
-    """
+    """Sorts sets into the one order in which all ranks exchange, larger ones first."""
     return sorted(set(sets), key=ranks_sort_key)
 
 
 def _find_union(sets: Sequence[Ranks]) -> _Union:
     """Finds the union of a rank with these sets: round by round, ranks pass on what is new to them.
 
-    One round is enough if one set has all ranks, else as many as there are sets. Until a rank has
-    heard of all, each round brings it another, so it knows of more sets than it has made rounds.
-    Raises ValueError if a rank lacks a set that another one names; ranks that have no larger set
-    with both of them wait for their timeout.
+    One round is enough if one set has all ranks, else as many as there are sets: each round brings
+    another set to a rank that has not heard of all. ValueError if a rank lacks a set that another
+    one names; ranks that have no larger set with both of them wait for their timeout.
     """
     known, told = set(sets), set[Ranks]()
     rounds, needed = 0, 1
@@ -381,8 +366,7 @@ def _difference(notes: Mapping[int, Sequence[Any]]) -> str:
 
 def _first_different_line(a: int, lines_a: Sequence[str], b: int, lines_b: Sequence[str]) -> str:
     """Says where the lines of ranks ``a`` and ``b`` begin to differ."""
-    pairs = zip_longest(lines_a, lines_b)
-    line_a, line_b = next(pair for pair in pairs if pair[0] != pair[1])
+    line_a, line_b = next((x, y) for x, y in zip_longest(lines_a, lines_b) if x != y)
     if line_b is None or (line_b in lines_a and line_a not in lines_b):
         return f"Only rank {a} has {line_a!r}"
     if line_a is None or (line_a in lines_b and line_b not in lines_a):

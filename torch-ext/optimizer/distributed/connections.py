@@ -1,8 +1,7 @@
 """Connects the hosts of ranks over gloo, with few connections each, and gathers tensors over them.
 
-A gloo group connects every pair of its ranks: in a group of 1,024 each rank would open 1,023
-sockets, and read as many addresses from one store. So groups of this module have at most eight
-ranks.
+A gloo group connects every pair of its ranks, with as many sockets. So groups of this module have
+at most eight ranks.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ def close_connections(ranks: Ranks) -> None:
 def all_gather(ranks: Ranks, tensor: Tensor) -> Tensor:
     """Gathers tensors of one shape from all ``ranks``, in order: (ranks, *shape).
 
-    They have connections for comparisons only. A group with other users, such as the default one,
-    would have to be used in the same order on all ranks, but a checkpoint that is saved in the
-    background uses the default one at any time. `dist.new_group` names a group by how many groups a
-    rank is in already, so ranks in different numbers of groups would wait for each other.
+    They have connections of their own: a group with other users, such as a checkpoint saved in the
+    background, would have to be used in the same order on all ranks. `dist.new_group` names groups
+    by how many a rank is in, so ranks in different numbers of groups would wait for each other.
 
     Raises:
         RuntimeError: a rank did not come, or gloo can't connect the ranks.
@@ -72,8 +70,8 @@ def _gather(tensor: Tensor, groups: dict[int, Any], size: int) -> Tensor:
     """Gathers tensors over a tree of groups, which `_connect` has made of ``size`` ranks.
 
     On the way up the ranks of each group exchange what they have gathered; on the way down the
-    first rank of each group sends the others what all have. Groups are looked up each time: a
-    variable would live on in the traceback of an error, and keep the group open after it is closed.
+    first rank of each group sends the others what all have. No variable holds a group: in the
+    traceback of an error it would keep the group open.
     """
     gathered = tensor[None]  # (distance, *shape)
     for distance in groups:
@@ -93,11 +91,8 @@ def _gather(tensor: Tensor, groups: dict[int, Any], size: int) -> Tensor:
 
 
 def _connect(ranks: Ranks) -> dict[int, Any]:
-    """Connects ranks: makes this rank's gloo groups, upwards, by the distance of their members.
-
-    Eight consecutive ranks are a group, the first ranks of eight such groups are one, and so on, up
-    to the group that connects all.
-    """
+    """This rank's gloo groups, by the distance of their members: eight consecutive ranks, the first
+    ranks of eight such groups, and so on, up to the group that connects all."""
     size, index = len(ranks), ranks.index(dist.get_rank())
     store, options = _meet(ranks, index)
     groups: dict[int, Any] = {}
@@ -126,10 +121,9 @@ def _connect(ranks: Ranks) -> dict[int, Any]:
 def _meet(ranks: Ranks, index: int) -> tuple[Any, Any]:
     """Waits until all ``ranks`` have come. Returns their store, and options for gloo groups.
 
-    If gloo has no interface on one of them, all raise; gloo would raise on that rank only, while
-    the others wait for its address. The store may outlive the process group, and gloo would read
-    addresses of earlier groups of the same name. So the first rank draws a name, and deletes it
-    once all have come, or one did not. Groups share one device, since each listens on a socket.
+    If gloo has no interface on one of them, all raise. The store may have addresses of earlier
+    groups of the same name, so the first rank draws a name, and deletes it once all have come, or
+    one did not. Groups share one device, since each listens on a socket.
     """
     world_store, timeout = dist.distributed_c10d._get_default_store(), world_timeout()
     key, problem = f"optimizer-agreement/{key_of_ranks(ranks)}", _NO_PROBLEM

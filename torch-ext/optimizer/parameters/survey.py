@@ -74,6 +74,10 @@ class Survey:
     def all_entries(self) -> list[Entry]:
         return [entry for entries in self.entries for entry in entries if entry is not None]
 
+    def structure(self, settings: Settings) -> dict[agreement.Ranks, Any]:
+        """What this rank shares with each set of ranks."""
+        return {ranks: (shared, settings.streams) for ranks, shared in self.shared.items()}
+
     def plan(self, groups: Sequence[Group], settings: Settings) -> tuple[Plan, frozenset[int]]:
         """The plan of a step, and which of its entries take no part, for lack of a gradient."""
         planner = self.planner(groups, settings)

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from torch import Tensor
 
 from ..distributed import dtensors
-from ..distributed.agreement import Ranks, StepNotes
+from ..distributed.agreement import Ranks, Registration, StepNotes
 from ..distributed.plan import Entry
 from ..parameters.options import GROUP_OPTIONS, SETTINGS, Group, Settings
 from ..parameters.survey import Survey
@@ -21,7 +21,7 @@ from .step import Step
 
 
 def take_notes(
-    step: Step, survey: Survey, identify: Callable[[Ranks], str]
+    step: Step, survey: Survey, registration: Registration, steps: int
 ) -> dict[Ranks, StepNotes]:
     """What each set of ranks must have in common.
 
@@ -30,7 +30,8 @@ def take_notes(
 
     Args:
         step, survey: of this step.
-        identify: says, for the ranks of a mesh, which of their optimizers this is.
+        registration: tells which of the optimizers that a set of ranks shares this is.
+        steps: how many steps the optimizer has made.
     """
     groups, plan, settings = step.groups, step.plan, step.settings
     clip_lines = step.clipping.notes if step.clipping else {}
@@ -63,7 +64,9 @@ def take_notes(
             lines.get(ranks, ()),
             gradients.get(ranks, ()),
             owners.get(ranks, ""),
-            identify(ranks) if ranks in survey.shared else "",
+            f"the one made after {registration.number(ranks)} others, with {steps} steps so far"
+            if ranks in survey.shared
+            else "",
         )
         for ranks in {**lines, **gradients, **owners}
     }

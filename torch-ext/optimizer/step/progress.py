@@ -29,9 +29,9 @@ class Progress:
     def may_have_written(self, error: BaseException) -> bool:
         """Whether an error may leave this rank, or others that go on without it, a part ahead."""
         is_interrupt = self.is_running and not isinstance(error, Exception)
-        return is_interrupt or self.has_written or self._agreement.may_go
+        return is_interrupt or self.has_written or self._agreement.others_may_step
 
     def may_have_parted(self) -> bool:
         """Whether other ranks may be ahead, or replicas may differ, so that ranks can't go on."""
         is_alone = self.has_exchanged and not self._has_replicas()
-        return self._agreement.may_go and not is_alone
+        return self._agreement.others_may_step and not is_alone
