@@ -21,7 +21,7 @@ from ..describe.remedy import Remedy, Trap
 from ..describe.report import lines_of
 from .comparison import Run
 from .ranks import Alone, gather_json, run_on_ranks
-from .structure import find_frozen, find_misread, find_strangers
+from .structure import find_frozen, find_misread, find_unmatched
 
 # What leaves nothing to compare, or would be found again by each comparison.
 _ENDS = {"replaced", "names", "shape", "flat", "nothing", "replicas", "raised"}
@@ -180,7 +180,7 @@ def _stages(
     if any(p.is_meta for p in reference.parameters()):
         raise ValueError("model_fn gives a model on meta: it has to have weights")
     model, optim, data = _sharded(layout_fn(copy.deepcopy(reference)))
-    yield list(find_strangers(model, optim, reference, frozen))
+    yield list(find_unmatched(model, optim, reference, frozen))
     yield list(find_misread(model, optim, reference))
 
     device = next(model.parameters()).device
