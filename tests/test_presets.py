@@ -726,7 +726,7 @@ def test_julys_muon_adamw_is_one_class_for_one_rank_and_many(dist_class):
     "arguments, message",
     [
         (dict(coefficient_type="aol"), "coefficient_type must be one of 'simple'.*found 'aol'"),
-        (dict(coefficient_type="quintic", num_ns_steps=6), "would begin anew"),
+        (dict(coefficient_type="quintic", num_ns_steps=6), "would repeat"),
         (dict(scale_mode="none"), "scale_mode must be one of 'spectral'"),
         (dict(extra_scale_factor=0.0), "extra_scale_factor must be a number > 0"),
         (dict(weight_decay_method="l2"), "weight_decay_method must be one of 'decoupled'"),

@@ -5,8 +5,8 @@ A preset returns the keyword arguments of `Muon`, groups included: its user chan
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
 Presets raise a ValueError for an argument or a group key that neither the source nor this package
-has, or that has no counterpart, and for an empty list of parameters. Further options of `Muon` go
-to `Muon`, beside the preset's. After a step gradients are what they are in the source: still there
+has, or that has no counterpart, and for an empty list of parameters. Give further options of `Muon`
+to `Muon`. After a step gradients are what they are in the source: still there
 (``none_grad=False``), except with `motif`, which sets those of matrices to None.
 """
 
@@ -219,7 +219,7 @@ def dion(
     Raises:
         ValueError: what has no counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an
             ``algorithm`` that this package does not have (``"lion"``); an unknown scale;
-            ``num_heads`` beside ``split_sizes``.
+            ``num_heads`` together with ``split_sizes``.
     """
     if newton_schulz_func or use_gram_newton_schulz:
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
@@ -324,7 +324,7 @@ def emerging_optimizers(
     Raises:
         ValueError: another ``weight_decay_method``; ``"aol"``, which in the source turns the
             largest singular values around, and ``"custom"``; more steps than ``"quintic"`` or
-            ``"cubic5"`` have coefficients: the source would begin them anew.
+            ``"cubic5"`` have coefficients: the source would repeat them.
     """
     source = "Emerging-Optimizers' Muon"
     _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
@@ -376,7 +376,7 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
     """The ``ns_coefficients`` of Emerging-Optimizers: a family's name, or a triple for each step.
 
     Lists that are too short go on with their last triple, as in the source, except those which the
-    source would begin anew.
+    source would repeat.
     """
     _check_choice("coefficient_type", coefficient_type, _EMERGING_COEFFICIENTS)
     family = _EMERGING_COEFFICIENTS[coefficient_type]
@@ -385,7 +385,7 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
         return family
     if steps > len(triples) and coefficient_type in ("quintic", "cubic5"):
         raise ValueError(
-            f"num_ns_steps={steps} would begin anew with the {len(triples)} coefficients of "
+            f"num_ns_steps={steps} would repeat the {len(triples)} coefficients of "
             f"{coefficient_type!r}, which can turn updates around: at most {len(triples)}"
         )
     return triples[:steps] + triples[-1:] * (steps - len(triples))

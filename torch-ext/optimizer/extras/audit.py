@@ -33,7 +33,7 @@ from ..rules.default_groups import default_is_muon
 from ..step.binding import Pieces
 from ..step.step import Step
 from ..weight_rounding import RoundedBy, widen
-from .summary import with_a_vocabulary
+from .summary import likely_embeddings
 
 # Bounds of what is healthy, beyond which there is a finding.
 SMALLEST_RANK = 0.1  # of the update, over the shorter side
@@ -296,7 +296,7 @@ class Audit:
             "left_to_adamw": _left_to_adamw(self._groups),
             "slabs": _slabs(self._groups, entries),
             "at_random": [name for name, mode in roundings.items() if mode == "stochastic"],
-            "tables": [f"{n} ({why})" for n, why in with_a_vocabulary(self._groups).items()],
+            "tables": [f"{n} ({why})" for n, why in likely_embeddings(self._groups).items()],
         }
 
     def metrics(self) -> dict[str, float]:

@@ -168,7 +168,7 @@ def summarize(
         row["owners"] = sorted(row["owners"])
     notes = [
         f"note: {name} has {why}; AdamW trains embeddings and heads better than Muon"
-        for name, why in with_a_vocabulary(groups).items()
+        for name, why in likely_embeddings(groups).items()
     ]
     if is_reference:
         notes.append(
@@ -324,7 +324,7 @@ def short(number: float) -> str:
     return f"{number:.3g} P"
 
 
-def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
+def likely_embeddings(groups: Sequence[Group]) -> dict[str, str]:
     """Muon's matrices that may be embeddings or heads, and why, where no model is at hand.
 
     They have as many rows as an embedding of AdamW's, or at least a thousand and over six times

@@ -42,7 +42,7 @@ def take_notes(
         lines[ranks] += [*_setting_lines(settings, ranks), *shared.lines]
         for number, (first, _) in shared.groups.items():
             lines[ranks] += [
-                f"{key} = {_in_words(getattr(groups[number], key))} in the group of {first}"
+                f"{key} = {_value_text(getattr(groups[number], key))} in the group of {first}"
                 for key in GROUP_OPTIONS
             ]
     for group, names in zip(groups, survey.names):
@@ -101,7 +101,7 @@ def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
     return [f"{key} = {value!r}" for key, value in values.items()]
 
 
-def _in_words(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     if value.device.type != "cpu":  # reading it would wait for the device

@@ -55,7 +55,7 @@ def to_state_dict(
     Raises:
         ValueError: whatever does not fit.
     """
-    sources, anew = read_sources(states, kind)
+    sources, omitted = read_sources(states, kind)
     of_groups = targets_of(groups, names)
     targets = list(itertools.chain.from_iterable(of_groups))
     ordered = None if params is None else targets_in_order(params, targets)
@@ -69,7 +69,7 @@ def to_state_dict(
         saved_states += _READERS[kind](source, match_groups(source, as_in_source, ordered))
     _warn_of_amsgrad(sources)
     by_target = _by_target(saved_states, kind)
-    _check_complete(by_target, targets, sources, anew)
+    _check_complete(by_target, targets, sources, omitted)
 
     saved_style = "classical" if kind in ("motif", "llamafactory") else "ema"
     state: dict[int, dict[str, Any]] = {}
@@ -121,15 +121,16 @@ def _check_complete(
     by_target: Mapping[TargetParam, SavedState],
     targets: Sequence[TargetParam],
     sources: Sequence[SourceOptimizer],
-    anew: Sequence[bool],
+    omitted: Sequence[bool],
 ) -> None:
-    """Checks that each trainable parameter has saved state, unless it is to start anew."""
+    """Checks that each trainable parameter has saved state, unless ``use_muon`` is in ``omitted``:
+    state of those starts from zeros."""
     missing = [
         target
         for target in targets
         if target.param is not None
         and target.param.requires_grad
-        and target.use_muon not in anew
+        and target.use_muon not in omitted
         and target not in by_target
     ]
     if not missing:
@@ -144,7 +145,7 @@ def _check_complete(
     raise ValueError(
         f"states has nothing for {name}, which is {'Muon' if use_muon else 'AdamW'}'s here: give "
         "{'muon': …, 'adamw': …}, the state dicts of both optimizers, or "
-        f"{{'muon': {muon}, 'adamw': {adamw}}} to have its like start anew"
+        f"{{'muon': {muon}, 'adamw': {adamw}}} to start its like from zeros"
     )
 
 

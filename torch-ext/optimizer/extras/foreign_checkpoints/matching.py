@@ -99,8 +99,8 @@ def targets_in_order(params: Iterable[Any], targets: Iterable[TargetParam]) -> l
             target = by_name.get(key) or TargetParam(param, key)
         elif isinstance(param, Tensor):
             key = id(param)
-            stranger = TargetParam(name or f"params[{len(ordered)}]", name, param)
-            target = by_id.get(key) or stranger
+            unknown = TargetParam(name or f"params[{len(ordered)}]", name, param)
+            target = by_id.get(key) or unknown
         else:
             raise ValueError(
                 "params must hold parameters, (name, parameter) pairs or names, found a "

@@ -1,6 +1,6 @@
 """Reads torch's, Motif's and LlamaFactory's checkpoints: each parameter has its own state.
 
-- ``torch.optim.Muon`` (2.9 and later): ``momentum_buffer``, averaged; usually beside
+- ``torch.optim.Muon`` (2.9 and later): ``momentum_buffer``, averaged; usually with
   ``torch.optim.AdamW``: ``step``, ``exp_avg``, ``exp_avg_sq``.
 - Motif's kernel: ``momentum_buffer``, summed; of AdamW's parameters ``step``, ``moment1``,
   ``moment2``; ``use_muon`` in each group, names in Muon's.

@@ -77,7 +77,7 @@ class SourceOptimizer:
 
 
 def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bool]]:
-    """The optimizers in ``states``, and the values of ``use_muon`` whose parameters start anew.
+    """The optimizers in ``states``, and the values of ``use_muon`` for which it has None.
 
     Args:
         states: as `Muon.load_foreign_state_dict` takes it.
@@ -187,7 +187,7 @@ def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
 
 
 def _check_kind(group: Mapping[str, Any], where: str, kind: str, use_muon: Optional[bool]) -> None:
-    """Checks that a group is of the kind, or torch's AdamW's beside it."""
+    """Checks that a group is of the kind, or of the AdamW of two optimizers."""
     looks_like = kind_of(group)
     if looks_like == kind or (use_muon is False and looks_like == "torch_adamw"):
         return

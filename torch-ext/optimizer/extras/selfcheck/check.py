@@ -21,7 +21,7 @@ from ..describe.remedy import Remedy, Trap
 from ..describe.report import lines_of
 from .comparison import Run
 from .ranks import Alone, gather_json, run_on_ranks
-from .structure import find_frozen, find_misread, find_strangers
+from .structure import find_frozen, find_misread, find_unmatched
 
 # What leaves nothing to compare, or would be found again by each comparison.
 _ENDS = {"replaced", "names", "shape", "flat", "nothing", "replicas", "raised"}
@@ -180,7 +180,7 @@ def _stages(
     if any(p.is_meta for p in reference.parameters()):
         raise ValueError("model_fn gives a model on meta: it has to have weights")
     model, optim, data = _sharded(layout_fn(copy.deepcopy(reference)))
-    yield list(find_strangers(model, optim, reference, frozen))
+    yield list(find_unmatched(model, optim, reference, frozen))
     yield list(find_misread(model, optim, reference))
 
     device = next(model.parameters()).device
@@ -220,14 +220,12 @@ def _sharded(returned: Any) -> tuple[nn.Module, Muon, tuple[int, int]]:
             "layout_fn returns a model, (model, Muon), or (model, Muon, mesh of the data), found "
             f"{type(model).__name__}, {type(optim).__name__}"
         )
-    is_wide = any(p.dtype == torch.float64 for p in model.parameters())
-    dtype = torch.float64 if is_wide else torch.float32
     for group in optim.param_groups:
-        group["ns_dtype"] = dtype
+        group["ns_dtype"] = None
         if not isinstance(group["lr"], Tensor) and group["lr"] == 0:  # a schedule's first
             group["lr"] = 1e-3
-    exact = dataclasses.replace(optim._settings, comm_dtype=dtype)
-    optim._settings, optim.qk_recorder = exact, None
+    optim._settings = dataclasses.replace(optim._settings, exact=True, comm_dtype=None)
+    optim.qk_recorder = None
     optim._forget_plans()
     if not isinstance(ranks, DeviceMesh):
         return model, optim, (dist.get_rank(ranks), dist.get_world_size(ranks))

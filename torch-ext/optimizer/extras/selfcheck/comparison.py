@@ -73,7 +73,7 @@ class Run:
             options = {key: getattr(view, key) for key in GROUP_OPTIONS}
             own = {"params": [params[n] for n in names], "names": names, "use_muon": view.use_muon}
             groups.append({**options, **own})
-        optim = Muon(groups, comm_dtype=self.optim._settings.comm_dtype)
+        optim = Muon(groups, exact=True)
         for group, given in zip(optim.param_groups, self.optim.param_groups):
             group.update({key: given[key] for key in given.keys() - group.keys()})  # a schedule's
         return optim

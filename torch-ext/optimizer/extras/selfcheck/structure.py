@@ -38,17 +38,17 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(zip(normalize_names(params), params.values()))
 
 
-def find_strangers(
+def find_unmatched(
     model: nn.Module, optim: Muon, reference: nn.Module, frozen: Sequence[str]
 ) -> Iterator[Trap]:
     """Parameters that the optimizer, the sharded and the unsharded model do not all have."""
     params, twins = named(model), named(reference)
     held = {id(p) for group in optim.param_groups for p in group["params"]}
-    strange = len(held - {id(p) for p in params.values()})
-    if strange:
+    unknown = len(held - {id(p) for p in params.values()})
+    if unknown:
         yield Trap(
             "replaced",
-            f"groups made before sharding: they hold {strange} of {len(held)} parameters that the "
+            f"groups made before sharding: they hold {unknown} of {len(held)} parameters that the "
             "model does not have",
             tuple(name for name, p in params.items() if id(p) not in held),
             "fully_shard, .to_empty() and others put new parameters there, which nothing trains",
