@@ -340,6 +340,23 @@ def option_error(group: int, key: str) -> list[str]:
     return [rf"param_groups\[{group}\]", key, "must be|known|adds? up|list"]
 
 
+@pytest.mark.parametrize(
+    "options", [{"comm_dtype": torch.bfloat16}, {"ns_dtype": torch.float16}], ids=str
+)
+def test_exact_mode_and_16_bits_contradict_each_other(options):
+    assert_raises(lambda: Muon(good_groups(), exact=True, **options), *options, "contradict")
+
+
+@pytest.mark.parametrize("wrong", [{"epsilon": 1e-8}, 3, {"eps": -1.0}], ids=str)
+def test_ns_options_take_known_keys_and_good_values(wrong):
+    assert_raises(lambda: Muon(good_groups(), ns_options=wrong), "ns_options|ns_eps")
+
+
+def test_a_rare_option_given_by_itself_is_told_to_be_one_of_ns_options():
+    with pytest.raises(TypeError, match=r"use ns_options=\{'eps': …\}"):
+        Muon(good_groups(), ns_eps=1e-8)
+
+
 @bad_values
 def test_a_bad_argument_is_refused(key, value):
     assert_raises(lambda: Muon(good_groups(), **as_arguments({key: value})), *option_error(0, key))
