@@ -37,6 +37,7 @@ MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 # Exact mode: the same bits on every layout, whatever else is in a batch.
 EXACT = {"exact": True}
+FP32 = {"ns_dtype": torch.float32, "comm_dtype": torch.float32}  # the same for fp32 weights
 
 # torch's fused AdamW rounds the last elements of a tensor, which do not fill a vector register,
 # differently, and shards end elsewhere.

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from layouts import (
-    EXACT,
+    FP32,
     VARIANTS,
     Group,
     Twins,
@@ -807,7 +807,7 @@ def default_formats(cases, bound, options):
         with case(f"shards of dimension {dim}"):
             shapes = [(16, 24), (24, 16), (16, 16), (9, 8), (40, 40), (6, 8, 12)]
             weights = [Weight(shape, (size,), (dim,)) for shape in shapes]
-            reference = {**options, **EXACT}
+            reference = {**options, **FP32}
             twins = Twins.placed([Group(weights)], mesh, options, reference)
             before = [q.detach().clone() for _, _, q in twins.pairs]
             twins.step()

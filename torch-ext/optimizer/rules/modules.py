@@ -125,14 +125,24 @@ def unsharded_ids(model: nn.Module) -> set[int]:
 def look_up(model: nn.Module, info: ParamInfo, keys: Sequence[str]) -> Optional[int]:
     """A size that the modules around a parameter, or their configurations, call by a key.
 
-    Configurations come first, since tensor parallelism divides what modules say.
+    Configurations come first, since tensor parallelism may divide what modules say.
     """
     around = (info.module, *info.above, model)
     sources = [config for module in around for config in configs_of(module)]
-    if not dtensors.is_dtensor(getattr(info.module, info.attribute, None)):
+    if not _may_be_divided(info):
         sources += info.above
     sizes = (size_in(source, keys) for source in sources)
     return next((size for size in sizes if size is not None), None)
+
+
+def _may_be_divided(info: ParamInfo) -> bool:
+    """Whether sizes in modules may be those of one rank: unless FSDP2 alone shards the parameter."""
+    param: Any = getattr(info.module, info.attribute, None)
+    if not dtensors.is_dtensor(param):
+        return False
+    is_fsdp2s = any("FSDPModule" in class_names(m) for m in (info.module, *info.above))
+    sharded = [placement for placement in param.placements if not placement.is_replicate()]
+    return not is_fsdp2s or len(sharded) > 1
 
 
 def configs_of(module: nn.Module) -> Iterator[Any]:
