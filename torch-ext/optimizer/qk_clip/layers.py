@@ -46,6 +46,7 @@ class Layer:
     prefix: str  # FQN of what owns the projections
     number: Optional[int]  # the last number in their names
     config: Optional[LayerConfig] = None  # None if it is left alone; then it has nothing of these:
+    threshold: float = math.inf
     projections: Sequence[Projection] = ()
     heads: int = 0  # how many have scales
     pairs: Sequence[tuple[int, int]] = ()  # of a logit and a head that it scales
@@ -54,10 +55,6 @@ class Layer:
     @property
     def params(self) -> list[Tensor]:
         return [projection.param for projection in self.projections]
-
-    @property
-    def threshold(self) -> float:
-        return math.inf if self.config is None else self.config.threshold
 
     def is_named(self, key: Any) -> bool:
         """Whether a key is the layer's number, or its prefix up to one of the dots."""
@@ -177,6 +174,7 @@ def _bound(layer: Layer, config: LayerConfig, projections: Sequence[Projection])
     return replace(
         layer,
         config=config,
+        threshold=config.threshold,
         projections=[replace(p, blocks=[*blocks_of(starts)]) for p, starts in placed],
         heads=q_heads + k_heads,
         pairs=[*enumerate(q), *((logit, q_heads + head) for logit, head in enumerate(k))],
