@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -489,6 +490,15 @@ def test_attention_that_is_not_seen_is_an_error_of_take():
     with torch.no_grad():
         model(tokens())
     assert_recorded_nothing(recorder)
+
+
+def test_names_imported_from_torch_are_not_seen_and_take_says_so():
+    model = Model()
+    recorder = Recorder(model)
+    model.attentions[0].attend = lambda q, k, v: imported_by_name(q, k, v, enable_gqa=True)
+    model(tokens())
+    with pytest.raises(ValueError, match=r"layers\.0\.attention ran, but no .*obs"):
+        recorder.take()
 
 
 def test_eager_attention_is_refused_with_the_argument_of_transformers_that_helps():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ class Layer:
     prefix: str  # FQN of what owns the projections
     number: Optional[int]  # the last number in their names
     config: Optional[LayerConfig] = None  # None if it is left alone; then it has nothing of these:
+    threshold: float = math.inf
     projections: Sequence[Projection] = ()
     heads: int = 0  # how many have scales
     pairs: Sequence[tuple[int, int]] = ()  # of a logit and a head that it scales
@@ -53,10 +55,6 @@ class Layer:
     @property
     def params(self) -> list[Tensor]:
         return [projection.param for projection in self.projections]
-
-    @property
-    def threshold(self) -> float:
-        return math.inf if self.config is None else self.config.threshold
 
     def is_named(self, key: Any) -> bool:
         """Whether a key is the layer's number, or its prefix up to one of the dots."""
@@ -176,6 +174,7 @@ def _bound(layer: Layer, config: LayerConfig, projections: Sequence[Projection])
     return replace(
         layer,
         config=config,
+        threshold=config.threshold,
         projections=[replace(p, blocks=[*blocks_of(starts)]) for p, starts in placed],
         heads=q_heads + k_heads,
         pairs=[*enumerate(q), *((logit, q_heads + head) for logit, head in enumerate(k))],
@@ -188,35 +187,30 @@ def _last_number(name: str) -> Optional[int]:
 
 
 def _projections(
-    groups: Sequence[Group], kinds: Collection[str]
+    groups: Sequence[Group], kinds: Collection[Any]
 ) -> Iterator[tuple[str, Projection]]:
-    """Yields projections of ``kinds``, each after the FQN of what owns it; they are called so by
-    the module that owns the parameter, or by the parameter's own name."""
-    for number, group in enumerate(groups):
+    """Yields projections of ``kinds``, each after the FQN of what owns it: modules of these names,
+    with a weight and a bias, or parameters called ``wq``, ``wq_weight`` and ``wq_bias``."""
+    longest_first = sorted(map(re.escape, map(str, kinds)), key=len, reverse=True)
+    pattern = re.compile(
+        rf"(?:(.*)\.)?({'|'.join(longest_first)})(?:(?:\.\d+)*[._](weight|bias))?(?:\.\d+)*"
+    )
+    for group in groups:
         if group.names is None and group.use_muon and group.params:
             raise ValueError(
-                f"param_groups[{number}]: clip_config needs names: give the group "
-                '"names", one for each parameter'
+                f'{group.where}: clip_config needs names: give the group "names", one for each '
+                "parameter"
             )
         for name, param in zip(group.names or (), group.params):
-            parts = normalize_name(name).split(".")
-            words = [index for index, part in enumerate(parts) if not part.isdigit()]
-            if not words or "parametrizations" in parts:  # such a parameter is not the weight
+            match = pattern.fullmatch(normalize_name(name))
+            if match is None:
                 continue
-            at = words[-1]
-            kind, _, suffix = parts[at].rpartition("_")
-            is_bias = suffix == "bias"
-            if suffix not in ("weight", "bias") or parts[at] in kinds:
-                kind, is_bias = parts[at], param.ndim == 1
-            elif not kind and len(words) > 1:
-                at = words[-2]
-                kind = parts[at]
-            if kind not in kinds:
-                continue
+            prefix, kind, suffix = match.groups(default="")
+            is_bias = suffix == "bias" or (not suffix and param.ndim == 1)
             row_dims = param.ndim if is_bias else param.ndim - 1  # (heads, rows of each, cols)
             if not is_bias and (param.ndim > 3 or (group.use_muon and group.flatten)):
                 row_dims = 1  # of a convolution, (rows, cols, kernel…)
-            yield ".".join(parts[:at]), Projection(name, param, kind, is_bias, row_dims)
+            yield prefix, Projection(name, param, kind, is_bias, row_dims)
 
 
 def _by_attention(projections: Iterable[tuple[str, Projection]]) -> dict[str, list[Projection]]:

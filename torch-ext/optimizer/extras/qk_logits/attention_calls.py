@@ -100,18 +100,16 @@ def _set_functions() -> None:
 def _handling() -> Iterator[None]:
     """Puts torch's functions back for a handler, which may ask whether it was called for
     `F.scaled_dot_product_attention`; what other threads call meanwhile is not seen."""
-    _count_handled(1)
+    global _handled
+    with _lock:
+        _handled += 1
+        _set_functions()
     try:
         yield
     finally:
-        _count_handled(-1)
-
-
-def _count_handled(more: int) -> None:
-    global _handled
-    with _lock:
-        _handled += more
-        _set_functions()
+        with _lock:
+            _handled -= 1
+            _set_functions()
 
 
 @functools.cache  # Dynamo guards on the function

@@ -120,16 +120,14 @@ def max_qk_logits(
     best = _empty_maxima(q) if out is None else out
     if not (q.shape[0] and q.shape[2] and k.shape[2]):  # no pair
         return best
-    if not torch.compiler.is_compiling():
-        if _has_kernel(inputs, block_size) and _raise_by_kernel(inputs, best):
-            return best
-        largest = _loop(inputs, block_size)
-    elif mask_mod is not None:
+    if torch.compiler.is_compiling() and mask_mod is not None:
         largest = _scan(inputs, block_size)
-    else:
+    elif torch.compiler.is_compiling():
         largest = _loop_of_graphs(*inputs[:-1], block_size)
-    if inputs.scale > 0:  # the order of the products is that of the logits
-        largest = largest * inputs.scale
+    elif _raise_by_kernel(inputs, block_size, best):
+        return best
+    else:
+        largest = _loop(inputs, block_size)
     return largest if out is None else out.copy_(torch.maximum(out, largest))
 
 
@@ -164,15 +162,29 @@ class _Inputs(NamedTuple):
 _has_failed = False  # the kernel, in this process: it is not tried again
 
 
-def _has_kernel(inputs: _Inputs, block_size: Optional[int]) -> bool:
-    """Whether the kernel is used for these inputs."""
+def _raise_by_kernel(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> bool:
+    """Raises ``best`` in one launch; returns False if the kernel does not take these inputs, or if
+    Triton can't compile or launch it here."""
+    global _has_failed
     takes_blocks = inputs.mask_mod is not None or inputs.scale <= 0 or block_size is not None
     is_used = not _has_failed and triton_kernels.is_used_on(inputs.q.device.type)
     if takes_blocks or not is_used or not all(map(_is_readable, inputs[:7])):
         return False
-    from ...triton_kernels.logit_maxima import takes
+    from ...triton_kernels.logit_maxima import raise_maxima, takes
 
-    return takes(*inputs[:7])
+    if not takes(*inputs[:7]):
+        return False
+    mask = inputs.attn_mask
+    largest_excluded = None if mask is None else _largest_excluded(mask)
+    options: dict[str, Any] = {"scale": inputs.scale, "causal": inputs.causal}
+    try:
+        raise_maxima(best, *inputs[:7], largest_excluded=largest_excluded, **options)
+    except Exception as error:  # nothing was launched
+        _has_failed = True
+        problem = triton_kernels.first_line_of(error)
+        triton_kernels.warn_of_doing_without(f"{problem}. {triton_kernels.NEEDS}")
+        return False
+    return True
 
 
 def _is_readable(tensor: Optional[Tensor]) -> bool:
@@ -182,24 +194,6 @@ def _is_readable(tensor: Optional[Tensor]) -> bool:
     if tensor is None:
         return True
     return not (isinstance(tensor, FakeTensor) or is_wrapped(tensor) or tensor.is_neg())
-
-
-def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> bool:
-    """Raises ``best``; returns False if Triton can't compile or launch the kernel here."""
-    from ...triton_kernels.logit_maxima import raise_maxima
-
-    mask = inputs.attn_mask
-    largest_excluded = None if mask is None else _largest_excluded(mask)
-    options: dict[str, Any] = {"scale": inputs.scale, "causal": inputs.causal}
-    try:
-        raise_maxima(best, *inputs[:7], largest_excluded=largest_excluded, **options)
-    except Exception as error:  # nothing was launched
-        global _has_failed
-        _has_failed = True
-        problem = triton_kernels.first_line_of(error)
-        triton_kernels.warn_of_doing_without(f"{problem}. {triton_kernels.NEEDS}")
-        return False
-    return True
 
 
 Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
@@ -248,7 +242,7 @@ def _loop(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
             if not inputs.causal or columns.start < rows.stop:
                 block = _Block(batch, query_heads, key_heads, rows, columns)
                 torch.maximum(head_maxima, _maxima(inputs, block), out=head_maxima)
-    return best
+    return best * inputs.scale if inputs.scale > 0 else best
 
 
 @torch.library.custom_op(add_op_namespace_prefix("max_qk_products"), mutates_args=())
@@ -267,9 +261,7 @@ def _loop_of_graphs(
     """`_loop` as one operator of a compiled graph, whatever the length."""
     tensors = q, k, q_rope, k_rope, query_ids, key_ids, attn_mask
     inputs, best = _Inputs(*tensors, scale, causal, None), _empty_maxima(q)
-    if _has_kernel(inputs, block_size) and _raise_by_kernel(inputs._replace(scale=1.0), best):
-        return best
-    return _loop(inputs, block_size)
+    return best if _raise_by_kernel(inputs, block_size, best) else _loop(inputs, block_size)
 
 
 _loop_of_graphs.register_fake(lambda q, *_: _empty_maxima(q))
@@ -286,7 +278,8 @@ def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
     # Queries and keys are often views of one projection, and scan takes no views of one storage.
     copies = [None if tensor is None else tensor.clone() for tensor in inputs[:6]]
     inputs = _Inputs._make([*copies, *inputs[6:]])
-    if inputs.scale > 0:  # applied at the end; scan would refuse the symbol of a dynamic width
+    scale = inputs.scale
+    if scale > 0:  # scan would refuse the symbol of a dynamic width
         inputs = inputs._replace(scale=1.0)
 
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
@@ -308,12 +301,13 @@ def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
         return best.index_copy(0, query_heads, maxima), number.clone()  # an output of each step
 
     numbers = torch.arange(math.prod(counts), device=device)
-    return scan(update, _empty_maxima(inputs.q), numbers)[0]
+    best = scan(update, _empty_maxima(inputs.q), numbers)[0]
+    return best * scale if scale > 0 else best
 
 
 def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
-    """The largest product of each query head of a block, or, where the scale is not positive, the
-    largest logit."""
+    """The largest product of each query head of a block, since the order of the products is that of
+    the logits; where the scale is not positive, the largest logit."""
     q = _select(inputs.q, block.batch, block.query_heads, block.queries)
     k = _select(inputs.k, block.batch, block.key_heads, block.keys)
     if inputs.q_rope is not None and inputs.k_rope is not None:

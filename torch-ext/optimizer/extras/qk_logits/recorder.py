@@ -90,8 +90,8 @@ class QKLogitRecorder:
         self._records = {record.name: record for record in records}
         self._of_module = {record.module: record for record in records}
         self._threads = threading.local()
-        self._handles: list[Any] = []
-        self._unhook = weakref.finalize(self, _remove_all, self._handles)
+        self._hooks = contextlib.ExitStack()
+        self._unhook = weakref.finalize(self, self._hooks.close)
         self._is_on = True
         torch.compiler.assume_constant_result(_note_compiled)
         torch.compiler.assume_constant_result(_note_observed)
@@ -198,14 +198,14 @@ class QKLogitRecorder:
         self.remove()
 
     def _hook(self, record: _Record) -> None:
-        module, hooks = record.module, self._handles
+        module, hook = record.module, self._hooks.enter_context
         before, after = _ForwardHook(self._before, record), _ForwardHook(self._after, record)
-        hooks.append(module.register_forward_pre_hook(before))
+        hook(module.register_forward_pre_hook(before))
         # First of all: attention in other hooks is not the module's.
-        hooks.append(module.register_forward_hook(after, prepend=True, always_call=True))
+        hook(module.register_forward_hook(after, prepend=True, always_call=True))
         if record.attends and isinstance(record.query, nn.Module):
             before_query = _ForwardHook(self._before_query, record, is_of_query=True)
-            hooks.append(record.query.register_forward_pre_hook(before_query))
+            hook(record.query.register_forward_pre_hook(before_query))
 
     @property
     def _running(self) -> list[_RunningForward]:
@@ -234,9 +234,7 @@ class QKLogitRecorder:
 
     def _before_query(self, record: _Record, projection: nn.Module, *_: Any) -> None:
         # The projection's weight is whole, but for tensor parallelism, in its own forward only.
-        forward = self._running_forward(record)
-        if forward is not None and forward.is_recorded:
-            record.note_rows(getattr(projection, "weight", None))
+        record.note_rows(getattr(projection, "weight", None))
 
     def _after(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
         forward = self._running_forward(record)
@@ -523,11 +521,6 @@ def _remove_recorders(module: nn.Module) -> None:
         method = hook.method() if isinstance(hook, _ForwardHook) and hook.record.attends else None
         if method is not None:
             method.__self__.remove()
-
-
-def _remove_all(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _counts() -> bool:
