@@ -136,7 +136,7 @@ def look_up(model: nn.Module, info: ParamInfo, keys: Sequence[str]) -> Optional[
 
 
 def _may_be_divided(info: ParamInfo) -> bool:
-    """Whether sizes in modules may be those of one rank: unless FSDP2 alone shards the parameter."""
+    """Whether modules may tell sizes of one rank: not where FSDP2 alone shards the parameter."""
     param: Any = getattr(info.module, info.attribute, None)
     if not dtensors.is_dtensor(param):
         return False
