@@ -48,7 +48,7 @@ MUTANTS = [
         "if placement is None else placement.dim in dims",
         "if placement is None else True",
     ),
-    Mutant("distributed/wire.py", "recipe.dtype if is_wide", "torch.float32 if exact"),
+    Mutant("distributed/wire.py", "recipe.dtype if is_wide", "torch.float32 if is_wide"),
     Mutant("distributed/hsdp.py", "> sent * per_byte", "< sent * per_byte"),
     Mutant("distributed/owners.py", "of_owner[2] > most_matrices", "False"),
     Mutant(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import newton_schulz, pipeline, triton_kernels
 from .async_utils import Event
-from .cpu_offload import Backend, CPUOffload
+from .cpu_offload import CPUOffload
 from .distributed import agreement, dtensors, process_groups
 from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
@@ -611,52 +611,6 @@ class Muon(Stateful):
             of these. Nothing without ``clip_config``.
         """
         return self._clip.stats()
-
-    @through_wrappers
-    @torch.inference_mode(False)  # else the memory made here could not be changed later
-    @torch.no_grad()
-    def turn_on_cpu_offload(
-        self, *, slot_bytes: Optional[int] = None, backend: Optional[Backend] = None
-    ) -> None:
-        """Keeps optimizer state in page-locked host memory between steps, from now on.
-
-        A step carries the state through the device piece by piece, while it computes. Results are
-        the same to the bit. Call this on all ranks alike, at any time, and again to change the
-        arguments. Without a ``backend`` it does nothing for parameters on the CPU.
-
-        Args:
-            slot_bytes: device memory that the state takes, within the step only; None is 5 % of
-                the device's state or 512 MiB, whichever is more. If one chunk of matrices has more
-                state, it takes as much as that chunk.
-            backend: makes the copies in place of the devices' streams: with a `SimulatedHost` you
-                can try offload on a CPU.
-
-        Raises:
-            ValueError: ``slot_bytes`` below 1; a ``backend`` of another type. Nothing was changed.
-        """
-        params = ((p, g["use_muon"]) for g in self.param_groups for p in g["params"])
-        self._offload.turn_on(self.state, params, slot_bytes, backend)
-        self._forget_tensors()
-
-    @through_wrappers
-    @torch.inference_mode(False)  # else the memory made here could not be changed later
-    @torch.no_grad()
-    def turn_off_cpu_offload(self) -> None:
-        """Brings all state back to where its parameters are, for good."""
-        self._offload.turn_off(self.state)
-        self._forget_tensors()
-
-    @property
-    def cpu_offload(self) -> bool:
-        """Whether CPU offload is on."""
-        return self._offload.is_on
-
-    def synchronize_offload(self) -> None:
-        """Waits until all state is in host memory; call it before you read ``optim.state``.
-
-        `state_dict` waits by itself.
-        """
-        self._offload.synchronize()
 
 
 def _has_gradient(group: Group) -> bool:
