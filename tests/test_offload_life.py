@@ -153,7 +153,7 @@ def test_groups_that_come_later_are_planned_for():
     optim = Muon([{"params": [], "use_muon": True}], lr=0.01)
     optim.turn_on_cpu_offload(backend=host())
     optim.add_param_group(muon_group_of(((16, 16),)))
-    assert "in host memory" in str(optim.summary()) and optim._settings.streams
+    assert "in host memory" in str(optim.summary()) and optim._settings.streams_state
 
 
 def test_it_can_be_told_whether_offload_is_on():

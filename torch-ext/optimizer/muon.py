@@ -18,7 +18,7 @@ from .cpu_offload import CPUOffload
 from .distributed import agreement, dtensors, process_groups
 from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
-from .parameters import options, validation
+from .parameters import options, replaced, validation
 from .parameters.aliases import refuses_unknown_arguments
 from .parameters.names import counted
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
@@ -33,12 +33,9 @@ from .parameters.survey import (
 from .qk_clip.clip import QKClip
 from .qk_clip.config import read_config
 from .qk_clip.layers import Logits
-from .rules.assignment import AUTO, groups_for
-from .rules.default_groups import (
-    ExpertKeys,
-    default_is_muon,
-    get_default_muon_param_groups,
-)
+from .rules.assignment import AUTO
+from .rules.decisions import ExpertKeys, default_is_muon
+from .rules.groups import get_default_muon_param_groups, groups_for
 from .state import integrity
 from .state.rounding import Rounding
 from .state.specs import check_state
@@ -382,7 +379,7 @@ class Muon(Stateful):
         groups = self._read_groups()
         self._check_reference(groups)
         survey, settings = self._take_survey(groups), self._settings
-        validation.check_not_replaced(groups, survey.holders)
+        replaced.check_not_replaced(groups, survey.places)
         self._store.recheck_replaced(self.state)
         if not self._store.is_checked:
             self._bound = None
@@ -516,9 +513,9 @@ class Muon(Stateful):
                     validation.check_keys(raw, self._defaults_of(raw), group.where)
                 self._checked[number] = options.checked_keys(raw)
         params = ((p, group.use_muon) for group in groups for p in group.params)
-        streams = self.cpu_offload and self._offload.can_offload(params)
-        if streams is not self._settings.streams:  # the plan depends on it
-            self._settings = dataclasses.replace(self._settings, streams=streams)
+        streams_state = self.cpu_offload and self._offload.can_offload(params)
+        if streams_state is not self._settings.streams_state:  # the plan depends on it
+            self._settings = dataclasses.replace(self._settings, streams_state=streams_state)
         return survey_groups(groups, self._settings, self._survey)
 
     def summary(self, schedule: bool = False) -> Summary:

@@ -39,20 +39,20 @@ class Limits:
     Args:
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
         warmup_step: the most chunks in flight beside the one being orthogonalized.
-        streams: whether momentum comes from host memory. Chunks have to wait for it, so only as
-            many are in flight as hide each other's traffic, `HIDING_IN_FLIGHT`.
+        streams_state: whether momentum comes from host memory. Chunks have to wait for it, so only
+            as many are in flight as hide each other's traffic, `HIDING_IN_FLIGHT`.
         staging_bytes: what an owner gathers in a chunk; None takes `CHUNK_BYTES`.
     """
 
     chunk_size: int = -1
     warmup_step: int = 5
-    streams: bool = False
+    streams_state: bool = False
     staging_bytes: Optional[int] = None
 
     @property
     def in_flight(self) -> int:
         """The most chunks that may be in flight."""
-        return min(self.warmup_step + 1, HIDING_IN_FLIGHT if self.streams else sys.maxsize)
+        return min(self.warmup_step + 1, HIDING_IN_FLIGHT if self.streams_state else sys.maxsize)
 
     def chunk_bytes(self, device: torch.device) -> int:
         """What an owner gathers in a chunk."""
@@ -61,7 +61,7 @@ class Limits:
     def batch_bytes(self, device: torch.device) -> int:
         """How large a batch may be, in bytes of its copy in opmath."""
         limit = BATCH_BYTES.get(device.type, DEFAULT_BATCH_BYTES)
-        return min(limit, STREAMED_BATCH_BYTES) if self.streams else limit
+        return min(limit, STREAMED_BATCH_BYTES) if self.streams_state else limit
 
     def matrices_per_batch(self, entry: Entry, block: Block) -> int:
         """How many matrices of a block are orthogonalized in one batch."""

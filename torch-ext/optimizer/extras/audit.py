@@ -29,7 +29,7 @@ from ..distributed.collectives import gather_over_ranks, has_backend
 from ..distributed.plan import Entry, Plan
 from ..parameters.names import has_component
 from ..parameters.options import Group
-from ..rules.default_groups import default_is_muon
+from ..rules.decisions import default_is_muon
 from ..step.binding import Pieces
 from ..step.step import Step
 from ..weight_rounding import RoundedBy, widen

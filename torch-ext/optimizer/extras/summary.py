@@ -118,8 +118,8 @@ def summarize(
         clipped: ids of the parameters that QK-Clip scales.
     """
     plan = survey.planner(groups, settings).plan()
-    state = "in host memory" if settings.streams else "with its parameters"
-    if offloads and not settings.streams:
+    state = "in host memory" if settings.streams_state else "with its parameters"
+    if offloads and not settings.streams_state:
         state += ": CPU offload is on, but they are on the CPU"
     rows: dict[tuple[int, int], dict[str, Any]] = {}  # by group and index in it
     averaging = 0.0

@@ -1,1 +1,1 @@
-"""Parameters and their options: which options a group accepts, and which parameters get Muon."""
+"""Parameters and their options: which options a group accepts, and what is planned from groups."""

@@ -389,7 +389,7 @@ class Settings:
 
     Args:
         replicas: the ranks of the process group.
-        streams: whether state comes from host memory, which `Muon.turn_on_cpu_offload` turns on.
+        streams_state: whether state comes from host memory: `Muon.turn_on_cpu_offload`.
     """
 
     debug: bool = _option(_BOOL, "logs the plan")
@@ -446,7 +446,7 @@ class Settings:
         '`"mean"` averages the gradients of the ranks of `process_group` in the step (ZeRO-2)',
     )
     replicas: Optional[Replicas] = None
-    streams: bool = False
+    streams_state: bool = False
 
     @property
     def replica_ranks(self) -> Optional[agreement.Ranks]:

@@ -22,9 +22,9 @@ from ..distributed.wire import wire_of
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import recipe_for
 from . import validation
-from .holders import Holder, holder_of
 from .names import has_component, matches
 from .options import EXACT_DTYPES, STRUCTURE, Group, Settings, is_exact
+from .replaced import Place, place_of
 
 # The options of which a change makes the next step plan and check state anew; beside these,
 # `_facts` has whether there is a beta2.
@@ -58,7 +58,7 @@ class Survey:
         facts: of each group, what the survey was made from.
         names: of each group, what messages call its parameters.
         entries: of each group, its parameters as a plan sees them; None for AdamW's.
-        holders: of each group, `holder_of` its parameters.
+        places: of each group, `place_of` each of its parameters.
         shared: by the ranks of every mesh that a parameter is on, and of the process group.
         planners: of the trainable entries, by whether state is streamed.
     """
@@ -66,7 +66,7 @@ class Survey:
     facts: list[tuple]
     names: list[list[str]]
     entries: list[list[Optional[Entry]]]
-    holders: list[list[Optional[Holder]]] = field(default_factory=list)
+    places: list[list[Optional[Place]]] = field(default_factory=list)
     shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
     planners: dict[bool, Planner] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class Survey:
 
     def structure(self, settings: Settings) -> dict[agreement.Ranks, Any]:
         """What this rank shares with each set of ranks."""
-        return {ranks: (shared, settings.streams) for ranks, shared in self.shared.items()}
+        return {ranks: (shared, settings.streams_state) for ranks, shared in self.shared.items()}
 
     def plan(self, groups: Sequence[Group], settings: Settings) -> tuple[Plan, frozenset[int]]:
         """The plan of a step, and which of its entries take no part, for lack of a gradient."""
@@ -89,22 +89,22 @@ class Survey:
 
     def planner(self, groups: Sequence[Group], settings: Settings) -> Planner:
         """Makes the plans of this survey's steps."""
-        if settings.streams not in self.planners:
+        if settings.streams_state not in self.planners:
             trainable = [
                 entry
                 for entry in self.all_entries
                 if groups[entry.group].params[entry.index].requires_grad
             ]
-            self.planners[settings.streams] = Planner(
+            self.planners[settings.streams_state] = Planner(
                 trainable,
                 dtensors.this_rank(),
                 has_lanes=not settings.use_distributed_muon,
                 chunk_size=settings.chunk_size,
                 warmup_step=settings.warmup_step,
-                streams=settings.streams,
+                streams_state=settings.streams_state,
                 staging_bytes=settings.staging_bytes,
             )
-        return self.planners[settings.streams]
+        return self.planners[settings.streams_state]
 
 
 NO_SURVEY = Survey([()], [], [])  # facts that no groups have, so that the next survey is made
@@ -150,7 +150,7 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
                 shared.lines.append(_line(name, param, group, entry, settings))
                 shared.groups.setdefault(number, (name, facts[number][-1]))
         survey.names.append(names)
-        survey.holders.append(list(map(holder_of, group.params)))
+        survey.places.append(list(map(place_of, group.params)))
         survey.entries.append(entries)
     entries_left = iter(hsdp.share_work(survey.all_entries, dtensors.this_rank(), settings.hsdp))
     survey.entries = [

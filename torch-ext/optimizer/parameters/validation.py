@@ -22,7 +22,6 @@ from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options
 from .aliases import suggestion
-from .holders import Holder, replacement_of
 from .names import counted, did_you_mean, matches
 from .options import Group, Settings
 
@@ -379,35 +378,6 @@ def warn_about_overshoot(group: Group) -> None:
             f"{group.where}: the first {steps} steps of {family!r} leave singular values up to "
             f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'"
         )
-
-
-def check_not_replaced(
-    groups: Sequence[Group], holders: Sequence[Sequence[Optional[Holder]]]
-) -> None:
-    """Checks of parameters without a gradient that the model holds no others in their places.
-
-    Others that the groups have, too, are trained: tied weights, or a larger embedding that
-    `add_param_group` was given.
-
-    Args:
-        groups: all groups.
-        holders: `holder_of` each of their parameters.
-    """
-    for group, of_group in zip(groups, holders):
-        for index, (param, holder) in enumerate(zip(group.params, of_group)):
-            if holder is None or param.grad is not None or not param.requires_grad:
-                continue
-            module = holder[0]()
-            if module is None or module._parameters.get(holder[1]) is param:
-                continue
-            other = replacement_of(param, holder)
-            if other is not None and not any(p is other for g in groups for p in g.params):
-                name = group.name_of(index)
-                raise ValueError(
-                    f"step() found no gradient on {name}, and by now the model holds another "
-                    f"parameter as {name} than its groups: make the groups and the optimizer after "
-                    "fully_shard, .to_empty() or whatever replaced it"
-                )
 
 
 def warn_about_no_gradients(groups: Sequence[Group]) -> bool:

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple, Optional
 from torch import nn
 
 from ..parameters.names import matches
-from .default_groups import (
+from .decisions import (
     ExpertKeys,
     as_keys,
     changed,
-    check_and_warn,
     decide,
     default_is_muon,
-    groups_of,
     is_left_by_dimensions,
     stacked_experts,
 )
@@ -153,33 +151,3 @@ def _fused(
             what = f"{fused.holds} in one tensor, of unknown sizes"
             unknown.append(Undecided("fused", decision.name, what, write))
     return found, unknown
-
-
-def groups_for(
-    model: nn.Module,
-    is_muon_func: Callable[..., bool],
-    expert_keys: ExpertKeys,
-    adamw_keys: ExpertKeys,
-    convolutions: bool,
-    split: Any,
-    adamw_lr: Any,
-    decay_vectors: bool,
-) -> tuple[list[dict[str, Any]], Any]:
-    """The groups of `Muon.for_model`, and its ``split``; warns once of what nothing tells."""
-    made = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split)
-    keys = None if expert_keys == AUTO else expert_keys
-    problems = [f"{what}: {_listed(made, what)}" for what in dict.fromkeys(_kinds(made))]
-    check_and_warn(model, made.decisions, keys, adamw_keys, problems)
-    groups = groups_of(made.decisions, made.expert_keys, adamw_lr, decay_vectors, convolutions)
-    return groups, made.split
-
-
-def _kinds(made: Assignment) -> list[str]:
-    return [each.what for each in made.undecided]
-
-
-def _listed(made: Assignment, what: str) -> str:
-    """The parameters that are undecided for one reason, and what decides."""
-    alike = [each for each in made.undecided if each.what == what]
-    others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-    return f"{alike[0].name}{others} ({alike[0].write} decides)"

@@ -95,7 +95,7 @@ def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
     The ranks of a mesh may have different process groups.
     """
     values = {key: getattr(settings, key) for key in SETTINGS}
-    values["state streamed (turn_on_cpu_offload)"] = settings.streams
+    values["state streamed (turn_on_cpu_offload)"] = settings.streams_state
     if ranks == settings.replica_ranks:
         values["process_group"] = settings.replicas
     return [f"{key} = {value!r}" for key, value in values.items()]

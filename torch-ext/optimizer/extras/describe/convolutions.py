@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...parameters.names import counted
-from ...rules.default_groups import (
+from ...rules.decisions import (
     MOST_CHANNELS,
     convolutions_of,
     is_left_by_dimensions,

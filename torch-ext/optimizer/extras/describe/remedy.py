@@ -13,7 +13,7 @@ import torch
 from ...distributed import dtensors
 from ...parameters.names import has_component
 from ...rules.assignment import AUTO
-from ...rules.default_groups import DIMENSIONS, default_is_muon, takes_expert_keys
+from ...rules.decisions import DIMENSIONS, default_is_muon, takes_expert_keys
 from ...rules.modules import Decision
 from .subject import Subject
 

@@ -16,7 +16,7 @@ from ...parameters.aliases import refusal
 from ...parameters.names import WRAPPERS
 from ...parameters.options import ARGUMENTS, GROUP_OPTIONS
 from ...rules.assignment import AUTO, assign
-from ...rules.default_groups import ExpertKeys, as_keys, default_is_muon
+from ...rules.decisions import ExpertKeys, as_keys, default_is_muon
 from . import table
 from .learning_rate import rates_to_try
 from .remedy import Trap, script

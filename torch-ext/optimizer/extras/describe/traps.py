@@ -12,7 +12,7 @@ from torch import nn
 
 from ...distributed import dtensors, process_groups
 from ...parameters.names import counted, did_you_mean, matches
-from ...rules.default_groups import BY_NAME, default_is_muon, unmatched_keys
+from ...rules.decisions import BY_NAME, default_is_muon, unmatched_keys
 from ...rules.fused import fused_in, split_patterns
 from ...rules.heads import unnamed_heads
 from ...rules.modules import EXPERTS, class_names, component_of

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ...parameters.names import has_component, normalize_name, state_dict_key
-from ...rules.default_groups import get_default_muon_param_groups
+from ...rules.groups import get_default_muon_param_groups
 from . import published
 from .published import KIMI_K2, MOONLIGHT, NANOCHAT
 

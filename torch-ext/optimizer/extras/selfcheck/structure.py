@@ -15,7 +15,7 @@ from ...matrices import Matrices
 from ...muon import Muon
 from ...parameters.names import counted, matches, normalize_name, normalize_names
 from ...rules.assignment import Assignment
-from ...rules.default_groups import decide
+from ...rules.decisions import decide
 from ...rules.fused import fused_in, is_stored_transposed, split_patterns
 from ...rules.modules import EXPERTS, Decision, expert_key, infos_of
 from ..describe.remedy import Remedy, Trap

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Callable, Optional, Union
+from typing import Callable, Optional, Union
 
 import torch
 from torch import nn
 
-from ..parameters.holders import remember_owners
 from ..parameters.names import (
-    did_you_mean,
     has_component,
     normalize_name,
     normalize_names,
     state_dict_key,
 )
-from ..parameters.validation import warn
 from .heads import hidden_layers, unnamed_heads
 from .modules import Decision, ParamInfos, expert_key, infos_of, unsharded_ids
 
@@ -239,91 +235,6 @@ def is_left_by_dimensions(decision: Decision) -> bool:
     return decision.algorithm == "AdamW" and decision.param.ndim > 2 and by_dimensions
 
 
-def get_default_muon_param_groups(
-    model: nn.Module,
-    is_muon_func: Callable[..., bool] = default_is_muon,
-    expert_keys: Optional[Sequence[str]] = None,
-    *,
-    adamw_keys: ExpertKeys = None,
-    adamw_lr: Any = None,
-    decay_vectors: bool = True,
-    convolutions: bool = False,
-) -> list[dict[str, Any]]:
-    """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
-
-    Weights of ``nn.Embedding`` and whatever is tied to one are AdamW's whatever their name, and so
-    are output heads that the model's structure shows. `describe` tells where each parameter goes
-    and why, and which ones nobody can be sure of.
-
-    Args:
-        model: the model, sharded or not.
-        is_muon_func: a function of ``(name, param)`` or of ``(name, param, expert_keys)`` that says
-            whether Muon trains the parameter.
-        expert_keys: see `default_is_muon`; the Muon group keeps them.
-        adamw_keys: whole components of names that AdamW trains whatever they hold, for example
-            ``["router"]``.
-        adamw_lr: learning rate of AdamW's group; None leaves it to the optimizer's ``lr``.
-        decay_vectors: False gives norms' weights, biases and other parameters of less than two
-            dimensions a group of their own, without weight decay.
-        convolutions: True gives Muon the convolutions of over four channels each way, too, read as
-            matrices (first dimension, all the rest): its group says ``flatten=True``.
-
-    Raises:
-        ValueError: no model; one that FSDP1 has flattened.
-
-    Returns:
-        Two groups, ``use_muon`` True and False, with ``params`` and ``names``, which are the keys
-        of the model's ``state_dict()``; either may be empty. With ``decay_vectors=False`` a third
-        one, AdamW's as well.
-    """
-    expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
-    decisions = decide(model, is_muon_func, expert_keys, adamw_keys, convolutions)
-    is_meant = expert_keys == [] or is_muon_func is not default_is_muon
-    left = {} if is_meant else stacked_experts(model, infos_of(model), decisions)
-    problems = []
-    if left:
-        sizes = {d.name: d.param.numel() for d in decisions if d.algorithm != "frozen"}
-        share = sum(sizes[name] for name in left) / sum(sizes.values())
-        names = f"{next(iter(left))}{' and others' if len(left) > 1 else ''}"
-        keys = [*(expert_keys or ()), *dict.fromkeys(left.values())]
-        problems = [
-            f"stacked experts, {share:.0%} of what is trained: {names}. Muon trains them by "
-            f"expert_keys={keys}; expert_keys=[] leaves them to AdamW without this warning"
-        ]
-    check_and_warn(model, decisions, expert_keys, adamw_keys, problems)
-    return groups_of(decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
-
-
-def check_and_warn(
-    model: nn.Module,
-    decisions: Sequence[Decision],
-    expert_keys: ExpertKeys,
-    adamw_keys: ExpertKeys,
-    left_to_adamw: Sequence[str],
-) -> None:
-    """Checks a model whose groups are made, and warns of what was hardly meant.
-
-    Args:
-        left_to_adamw: which parameters AdamW gets for lack of a word, and the word.
-    """
-    _check_not_flattened(model)
-    remember_owners(model)
-    names = [decision.name for decision in decisions]
-    problems = [f"left to AdamW: {problem}" for problem in left_to_adamw]
-    for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
-        for key in unmatched_keys(decisions, as_keys(keys)):
-            instead = did_you_mean([key], names)
-            problems.append(f"{option}: no parameter has a component {key!r}{instead}")
-    chosen = {decision.algorithm for decision in decisions if decision.param.ndim > 1}
-    if "AdamW" in chosen and "Muon" not in chosen:
-        problems.append(
-            "no parameter of this model is Muon's: optimizer.describe(model) says why, and what to "
-            "write"
-        )
-    for problem in problems:
-        warn(problem)
-
-
 def stacked_experts(
     model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
 ) -> dict[str, str]:
@@ -334,35 +245,6 @@ def stacked_experts(
         if is_left_by_dimensions(d)
         if (key := expert_key(model, infos[id(d.param)][0], d.param)) is not None
     }
-
-
-def groups_of(
-    decisions: Sequence[Decision],
-    expert_keys: Optional[Sequence[str]],
-    adamw_lr: Any,
-    decay_vectors: bool,
-    convolutions: bool,
-) -> list[dict[str, Any]]:
-    """The groups of decisions; see `get_default_muon_param_groups`."""
-    rate = {} if adamw_lr is None else {"lr": adamw_lr}
-    groups: list[dict[str, Any]] = [
-        {"params": [], "names": [], "use_muon": True},
-        {"params": [], "names": [], "use_muon": False, **rate},
-    ]
-    if expert_keys is not None:
-        groups[0]["expert_keys"] = list(expert_keys)
-    if convolutions:
-        groups[0]["flatten"] = True
-    if not decay_vectors:
-        groups.append({**groups[1], "params": [], "names": [], "weight_decay": 0.0})
-    for decision in decisions:
-        if decision.algorithm != "frozen":
-            number = 0 if decision.algorithm == "Muon" else 1
-            if number == 1 and decision.param.ndim < 2:
-                number = len(groups) - 1
-            groups[number]["params"].append(decision.param)
-            groups[number]["names"].append(decision.key)
-    return groups
 
 
 def as_keys(expert_keys: ExpertKeys) -> Optional[Sequence[str]]:
@@ -376,19 +258,6 @@ def unmatched_keys(
     return [
         key for key in expert_keys or () if not any(has_component(d.key, [key]) for d in decisions)
     ]
-
-
-def _check_not_flattened(model: nn.Module) -> None:
-    """Refuses a model under FSDP1, which leaves no matrices: all parameters would silently be
-    AdamW's."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    wrappers = [module for module in model.modules() if isinstance(module, fsdp)]
-    if any(wrapper.sharding_strategy.name != "NO_SHARD" for wrapper in wrappers):
-        raise ValueError(
-            "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are pieces "
-            "of one long vector and no matrices: shard it by fully_shard (FSDP2), which is "
-            "fsdp_version=2 in accelerate and transformers"
-        )
 
 
 def takes_expert_keys(function: Callable[..., bool]) -> bool:
