@@ -15,7 +15,7 @@ from torch import Tensor
 from . import newton_schulz, pipeline, triton_kernels
 from .async_utils import Event
 from .cpu_offload import CPUOffload
-from .distributed import agreement, dtensors, process_groups
+from .distributed import agreement, process_groups
 from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, replaced, validation
@@ -27,8 +27,9 @@ from .parameters.survey import (
     Survey,
     entries_of,
     has_replicas,
-    shared_with,
+    sets_of,
     survey_groups,
+    with_replicas,
 )
 from .qk_clip.clip import QKClip
 from .qk_clip.config import read_config
@@ -45,7 +46,7 @@ from .step.binding import Bound
 from .step.grad_scaler import Scaling, scaler_agrees
 from .step.notes import replica_difference, take_notes
 from .step.progress import Progress
-from .step.step import Step
+from .step.step import Step, has_nonzero_gradient, is_zero_rate
 from .step.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -208,16 +209,8 @@ class Muon(Stateful):
         Example:
             >>> optim = Muon.for_model(model, lr=2e-3, adamw_lr=4e-3, weight_decay=0.1)
         """
-        groups, split = groups_for(
-            model,
-            is_muon_func,
-            expert_keys,
-            adamw_keys,
-            convolutions,
-            split,
-            adamw_lr,
-            decay_vectors,
-        )
+        chosen = expert_keys, adamw_keys, convolutions, split
+        groups, split = groups_for(model, is_muon_func, *chosen, adamw_lr, decay_vectors)
         return cls(groups, lr=lr, weight_decay=weight_decay, split=split, **options)
 
     def _forget_plans(self) -> None:
@@ -227,7 +220,7 @@ class Muon(Stateful):
         self._compared = False  # whether replicas have compared their weights and gradients
         self._warmed_up: Optional[Plan] = None  # the plan whose kernels were compiled last
         self._warned = False  # of a step that trains nothing
-        self._checked: dict[int, dict[str, Any]] = {}  # groups at their last check, by number
+        self._checked: list[dict[str, Any]] = []  # groups at their last check
         self._checked_settings: object = None
         self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # plan and schedule of the step
         self._forget_tensors()
@@ -392,7 +385,7 @@ class Muon(Stateful):
         validation.check_capturable(groups, plan, settings, self._offload.destination)
         scaling.check(groups)
         # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
-        is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
+        is_dry = not self.state and all(is_zero_rate(group.lr) for group in groups)
         clipping = self._clip.begin(qk_logits, groups, survey, settings, is_dry)
         if settings.triton and plan is not self._warmed_up:
             warm_up(plan, groups)
@@ -410,7 +403,7 @@ class Muon(Stateful):
             bound=self._bound,
             audit=self._audit if is_audited else None,
             progress=progress,
-            only_creates=is_dry and not any(map(_has_gradient, groups)),
+            only_creates=is_dry and not any(map(has_nonzero_gradient, groups)),
         )
 
     def _agree(self, step: Step, scaling: Scaling) -> bool:
@@ -420,7 +413,7 @@ class Muon(Stateful):
             ValueError: ranks would do different things, or one of them has an error.
         """
         survey, agreement, registration = self._survey, self._agreement, self._registration
-        sets = self._with_replicas(set(survey.shared))
+        sets = with_replicas(set(survey.shared), self._settings)
         for ranks in sets:
             registration.number(ranks)
         skips = agreement.decide(
@@ -469,14 +462,7 @@ class Muon(Stateful):
         self._agreement.steps += 1
 
     def _sets(self) -> set[agreement.Ranks]:
-        """The sets of ranks that share parameters with this rank."""
-        sets = {shared_with(param, self._settings) for param in self._params()}
-        return self._with_replicas({ranks for ranks in sets if ranks is not None})
-
-    def _with_replicas(self, sets: set[agreement.Ranks]) -> set[agreement.Ranks]:
-        """Adds the ranks of the process group, even if this rank holds none of their parameters."""
-        replicas = self._settings.replica_ranks
-        return sets if replicas is None else {*sets, replicas}
+        return sets_of(self._params(), self._settings)
 
     def _check_reference(self, groups: list[Group]) -> None:
         """Raises ValueError for what `reference` does not do, if that makes the steps."""
@@ -504,14 +490,9 @@ class Muon(Stateful):
 
     def _survey_of(self, groups: list[Group]) -> Survey:
         """Checks the groups and surveys them; if nothing has changed, this is the kept survey."""
-        for number, (group, raw) in enumerate(zip(groups, self.param_groups)):
-            checked = self._checked.get(number, {})
-            changed = options.changed_keys(raw, checked)
-            if changed or not checked:
-                group.validate(changed if checked else None)
-                if raw.keys() != {"params", *checked}:
-                    validation.check_keys(raw, self._defaults_of(raw), group.where)
-                self._checked[number] = options.checked_keys(raw)
+        self._checked = validation.check_changed(
+            groups, self.param_groups, self._checked, self._defaults_of
+        )
         params = ((p, group.use_muon) for group in groups for p in group.params)
         streams_state = self.cpu_offload and self._offload.can_offload(params)
         if streams_state is not self._settings.streams_state:  # the plan depends on it
@@ -608,14 +589,3 @@ class Muon(Stateful):
             of these. Nothing without ``clip_config``.
         """
         return self._clip.stats()
-
-
-def _has_gradient(group: Group) -> bool:
-    """Whether a group has a gradient with a number other than zero; waits for the device."""
-    grads = (param.grad for param in group.params if param.grad is not None)
-    return any(bool(dtensors.local(grad).any()) for grad in grads)
-
-
-def _is_zero(lr: Any) -> bool:
-    """Whether a learning rate is zero; False for a tensor on a device, which stays unread."""
-    return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)

@@ -297,3 +297,15 @@ def has_replicas(params: Iterable[Tensor], settings: Settings) -> bool:
         len(replicas or () if sharding is None else sharding.peers(rank, (), replicas=True)) > 1
         for sharding in shardings
     )
+
+
+def sets_of(params: Iterable[Tensor], settings: Settings) -> set[agreement.Ranks]:
+    """The sets of ranks that share these parameters with this rank."""
+    sets = {shared_with(param, settings) for param in params}
+    return with_replicas({ranks for ranks in sets if ranks is not None}, settings)
+
+
+def with_replicas(sets: set[agreement.Ranks], settings: Settings) -> set[agreement.Ranks]:
+    """Adds the ranks of the process group, even if this rank holds none of their parameters."""
+    replicas = settings.replica_ranks
+    return sets if replicas is None else {*sets, replicas}

@@ -104,6 +104,26 @@ def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> No
             raise ValueError(f"{where} has a key {key!r} that means nothing here; {instead}")
 
 
+def check_changed(
+    groups: Sequence[Group],
+    raw_groups: Sequence[Mapping[str, Any]],
+    checked: Sequence[dict[str, Any]],
+    defaults_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Checks what has changed in groups since their last check; returns them as checked now."""
+    now: list[dict[str, Any]] = []
+    for number, (group, raw) in enumerate(zip(groups, raw_groups)):
+        before = checked[number] if number < len(checked) else {}
+        changed = options.changed_keys(raw, before)
+        if changed or not before:
+            group.validate(changed if before else None)
+            if raw.keys() != {"params", *before}:
+                check_keys(raw, defaults_of(raw), group.where)
+            before = options.checked_keys(raw)
+        now.append(before)
+    return now
+
+
 def without_unknown_keys(
     saved: Sequence[dict[str, Any]], known: Sequence[Iterable[str]]
 ) -> list[dict[str, Any]]:

@@ -290,3 +290,14 @@ class Step:
         divided = [param for param in params if self.bound.divided_rows(param) is not None]
         self._sharing.append(RowAllGather(divided, self.settings.zero2_replicas.group))
         self._sharing[-1].launch()
+
+
+def has_nonzero_gradient(group: Group) -> bool:
+    """Whether a group has a gradient with a number other than zero; waits for the device."""
+    grads = (param.grad for param in group.params if param.grad is not None)
+    return any(bool(dtensors.local(grad).any()) for grad in grads)
+
+
+def is_zero_rate(lr: Any) -> bool:
+    """Whether a learning rate is zero; False for a tensor on a device, which stays unread."""
+    return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)
