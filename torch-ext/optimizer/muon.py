@@ -510,19 +510,16 @@ class Muon(Stateful):
         """
         groups = self._read_groups()
         # The survey is not kept, as other ranks may not call this.
-        summary = self._summarize(groups, self._survey_of(groups))
-        if schedule:
-            from .extras.summary import order_of
+        return self._summarize(groups, self._survey_of(groups), self._last if schedule else None)
 
-            return dataclasses.replace(summary, schedule=order_of(*self._last))
-        return summary
-
-    def _summarize(self, groups: list[Group], survey: Survey) -> Summary:
+    def _summarize(
+        self, groups: list[Group], survey: Survey, last: Optional[tuple[Plan, Any]] = None
+    ) -> Summary:
         from .extras.summary import summarize
 
         layers = self._clip.find(groups)
         clipped = {id(param) for layer in layers for param in layer.params}
-        return summarize(groups, survey, self._settings, self.cpu_offload, clipped)
+        return summarize(groups, survey, self._settings, self.cpu_offload, clipped, last)
 
     @through_wrappers
     def audit(self, keep: int = 100) -> Audit:
@@ -551,12 +548,8 @@ class Muon(Stateful):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
 
-        They are this rank's share: squares of norms, already divided among replicas, add up
-        over ranks to those of whole tensors. The keys are ``muon/`` before ``gradient_norm``,
-        ``momentum_norm``, ``weight_norm``, ``change_over_weight``, ``lost_by_rounding`` (a share of
-        the update), ``orthogonalized`` (how many matrices), ``without_gradient`` (how many of
-        Muon's parameters, not divided), and ``relative_rank`` (1 if all singular values are 1). The
-        host waits for the device, but for no other rank.
+        They are this rank's share; docs/audit.md lists the keys. The host waits for the device, but
+        for no other rank.
         """
         return {} if self._audit is None else self._audit.metrics()
 

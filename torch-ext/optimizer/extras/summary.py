@@ -44,7 +44,7 @@ class Summary:
         schedule: of the last step, where it was asked for, the events in their order: ``event``,
             ``what`` it is done to, and of chunks the ``matrices`` that this rank orthogonalizes,
             ``flops`` and ``sent_bytes``.
-        notes: about matrices of Muon's that may be embeddings or output heads.
+        notes: about matrices of Muon's that may be embeddings or output heads, and others.
     """
 
     rows: list[dict[str, Any]]
@@ -109,6 +109,7 @@ def summarize(
     settings: Settings,
     offloads: bool,
     clipped: Collection[int],
+    last: Optional[tuple[Plan, Sequence[Event]]] = None,
 ) -> Summary:
     """The summary of this rank's plan, in which all trainable parameters take part.
 
@@ -116,6 +117,7 @@ def summarize(
         groups, survey, settings: what the plan is made from.
         offloads: whether CPU offload is on.
         clipped: ids of the parameters that QK-Clip scales.
+        last: plan and schedule of the last step, where they are asked for.
     """
     plan = survey.planner(groups, settings).plan()
     state = "in host memory" if settings.streams_state else "with its parameters"
@@ -175,7 +177,10 @@ def summarize(
             "note: every rank gathers and orthogonalizes every matrix; bytes are not counted"
         )
     totals = _totals(plan, loads, round(averaging), state)
-    return Summary(list(rows.values()), totals, notes=notes)
+    if last is not None and not last[1]:
+        notes.append("no step was made yet, so there is no schedule to show")
+    schedule = [] if last is None else _order_of(*last)
+    return Summary(list(rows.values()), totals, notes=notes, schedule=schedule)
 
 
 def _totals(
@@ -210,7 +215,7 @@ def _bytes_of_chunk(lane: Lane, chunk: Chunk) -> tuple[int, int, int]:
 _OBJECTS = {Do.AVERAGE: "bucket {}", Do.ADAMW: "part {}", Do.SHARE_ROWS: "group {} of AdamW's"}
 
 
-def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
+def _order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
     """The events of a step of a plan, as `Summary.schedule` has them."""
     rows = []
     for event in schedule:
