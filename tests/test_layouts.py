@@ -780,7 +780,8 @@ def test_fp64_weights_are_rounded_as_the_wire_rounds_them_on_one_device_too():
         for shape in ((16, 24), (9, 8), (6, 8, 4))
         for dim in (0, 1)
     ]
-    check(2, {"fp64": weights}, [{}, VARIANTS[1], {"use_distributed_muon": True}])
+    variants = [{}, VARIANTS[1], {"use_distributed_muon": True}]
+    check(2, {"fp64": weights}, [{**FP32, **options} for options in variants])
 
 
 def test_an_fp64_wire_of_fp32_weights_changes_no_bit():

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from comparisons import assert_equal, assert_same_training
-from layouts import EXACT, Group, Twins, Weight, backward, case, make, part_for
+from layouts import FP32, Group, Twins, Weight, backward, case, make, part_for
 from models import Model
 from offloaded import TINY, Host, Pair
 from ranks import rank_outcomes, run_ranks
@@ -107,8 +107,8 @@ class PairOnLayout(Pair):
         if kind:
             reduced = "mean" if kind == "ZeRO-2" else None
             options = {**options, "process_group": dist.group.WORLD, "grad_reduce": reduced}
-        options = {**EXACT, **options}
-        both = (Twins.placed(groups, meshes, options, reference=EXACT) for _ in range(2))
+        options = {**FP32, **options}
+        both = (Twins.placed(groups, meshes, options, reference=FP32) for _ in range(2))
         self.ours, self.twin = (twins.ours for twins in both)
         self.own_gradients = kind == "ZeRO-2"
         self.steps = 0
@@ -171,7 +171,7 @@ def sharded(**options: Any) -> tuple[nn.Module, Any]:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    return model, make(model, **{**EXACT, **options})
+    return model, make(model, **{**FP32, **options})
 
 
 def train(model: nn.Module, optim: Any, steps: Sequence[int]) -> None:
