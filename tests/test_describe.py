@@ -380,6 +380,34 @@ def test_a_last_matrix_that_may_be_a_head_is_left_to_adamw_and_said_to_be_unsure
     assert 'adamw_keys=["project"]' in described.code
 
 
+def test_projections_of_towers_whose_config_tells_what_they_give_are_no_heads():
+    towers = {"visual_projection": nn.Linear(32, 24), "text_projection": nn.Linear(16, 24)}
+    model = nn.ModuleDict(towers)
+    assert {note.kind for note in describe(model).notes} == {"unsure"}
+    model.config = types.SimpleNamespace(projection_dim=24)
+    assert follow(model).notes == []
+    assert names_of(describe(model), "Muon") == [f"{name}.weight" for name in towers]
+
+
+@pytest.mark.parametrize("name", ["fc", "head"])
+def test_the_last_convolution_of_a_model_without_linear_layers_may_be_its_head(name):
+    layers = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 32, 1))
+    head = nn.Conv2d(32, 20, 1) if name == "fc" else nn.ModuleDict({"fc": nn.Conv2d(32, 20, 1)})
+    model = nn.ModuleDict({"layers": layers, name: head})
+    description = follow(model, convolutions=True)
+    assert names_of(description, "Muon") == ["layers.1.weight", "layers.2.weight"]
+    del model[name]
+    assert names_of(describe(model, convolutions=True), "Muon")[1:] == ["layers.2.weight"]
+
+
+def test_heads_of_an_encoders_outputs_are_found_by_name():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])})
+    model["enc_out_class_embed"] = nn.ModuleList([nn.Linear(32, 4), nn.Linear(32, 4)])
+    model["bbox_embed"] = nn.Linear(32, 4)
+    heads = ["enc_out_class_embed.0.weight", "enc_out_class_embed.1.weight", "bbox_embed.weight"]
+    assert [n for n in names_of(follow(model), "AdamW") if n.endswith("weight")] == heads
+
+
 def test_the_last_matrix_of_a_residual_stream_raises_no_doubt():
     assert describe(nn.TransformerEncoderLayer(16, 2, 32)).notes == []
     assert describe(nn.Sequential(nn.Linear(40, 16), nn.Linear(16, 40))).notes == []
@@ -481,6 +509,41 @@ def test_latent_and_rotary_keys_are_split_by_the_config():
     assert 'split={"kv_a_proj_with_mqa": [16, 8]}' in description.code
 
 
+def test_latent_attention_without_rotary_keys_is_split_by_what_its_module_says():
+    class Attention(nn.Module):
+        def __init__(self, rotary: int):
+            super().__init__()
+            self.kv_lora_rank, self.v_head_dim = 16, 4
+            self.qk_nope_head_dim, self.qk_rope_head_dim = (6, 2) if rotary else (8, 0)
+            self.kv_a_proj_with_mqa = nn.Linear(16, 16 + self.qk_rope_head_dim)
+            self.kv_b_proj = nn.Linear(16, 3 * (self.qk_nope_head_dim + 4))
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([Attention(2), Attention(0)])})
+    model.config = {"kv_lora_rank": 16, "qk_rope_head_dim": 2, "qk_nope_head_dim": 6}
+    model.config["v_head_dim"] = 4
+    description = follow_apart(model)
+    assert arguments(description.code, run(description.code, model))["split"] == {
+        "layers.0.kv_a_proj_with_mqa.weight": [16, 2],
+        "layers.0.kv_b_proj.weight": "(head (k=6 + v=4)) dim",
+        "layers.1.kv_b_proj.weight": "(head (k=8 + v=4)) dim",
+    }
+
+
+def test_queries_of_gated_attention_are_split_from_their_gates():
+    config = dict(num_attention_heads=4, head_dim=8)
+    description = follow_apart(of_layers("q_proj", nn.Linear(16, 64), **config))
+    assert 'split={"q_proj": "(head (q=8 + gate=8)) dim"}' in description.code
+    assert follow(of_layers("q_proj", nn.Linear(16, 32), **config)).warnings == []
+
+
+def test_fused_projections_are_split_in_three_where_a_layer_takes_a_third():
+    blocks = (
+        nn.ModuleDict({"qkv": nn.Linear(rows, 96), "proj": nn.Linear(32, 32)}) for rows in (16, 32)
+    )
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})  # the first block widens the stream
+    assert 'split={"qkv": [32, 32, 32]}' in follow_apart(model).code
+
+
 @pytest.mark.parametrize("name", ["qkv", "qkv_proj", "c_attn", "wqkv", "Wqkv"])
 def test_fused_projections_are_split_in_three_where_shapes_tell(name):
     description = follow_apart(of_layers(name, nn.Linear(16, 48)))
@@ -554,6 +617,9 @@ def test_projections_of_gated_delta_nets_are_split_key_head_by_key_head():
     model = of_layers("in_proj_ba", nn.Linear(16, 8))
     model.config = sizes
     assert 'split={"in_proj_ba": "(head (b=2 + a=2)) dim"}' in follow_apart(model).code
+    model = of_layers("in_proj_qkv", nn.Linear(16, 16 + 16 + 24))
+    model.config = sizes
+    assert 'split={"in_proj_qkv": [16, 16, 24]}' in follow_apart(model).code
 
 
 def test_convolutions_in_groups_are_one_matrix_for_each_group():
@@ -632,6 +698,13 @@ def test_stacked_experts_are_told_to_name_expert_keys(transposed):
     assert 'expert_keys=["experts"]' in description.code
     halves = '"dim (gate=12 + up=12)"' if transposed else "[12, 12]"
     assert f'split={{"gate_up_proj": {halves}}}' in description.code
+
+
+def test_halves_of_experts_are_known_where_some_experts_have_one_projection_only():
+    model = moe()
+    for layer in model["layers"]:
+        layer["experts"].gate_up_proj = nn.Parameter(torch.randn(5, 24, 16))
+    assert 'split={"gate_up_proj": [12, 12]}' in follow_apart(model).code
 
 
 def test_experts_are_known_by_their_number_too():

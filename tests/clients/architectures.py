@@ -15,7 +15,7 @@ from torch import nn
 
 Batch = dict[str, Any]  # keyword arguments of ``forward``
 VOCABULARY = 1000
-KINDS = ("muon", "adamw", "advised")
+KINDS = ("muon", "adamw", "convolutions")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ class Architecture:
         batch: makes a batch.
         muon: keys of what is Muon's.
         adamw: keys of what is AdamW's.
-        advised: keys of what is AdamW's until the advice of `describe` is taken: stacked experts,
-            and convolutions where these are a tenth of the model or more, or most of its layers.
+        convolutions: keys of what is Muon's by ``convolutions=True``. `describe` advises that where
+            they are a tenth of the model or more, or most of its layers; of other models the table
+            has none.
         unsure: names of the contested ones, which `describe` has to say, without ``.weight``.
+        warning: how the warning begins that `Muon.for_model` gives, of what it can't tell.
         why: the reason where a class is not plain.
     """
 
@@ -41,8 +43,9 @@ class Architecture:
     batch: Callable[[], Batch]
     muon: str = ""
     adamw: str = ""
-    advised: str = ""
+    convolutions: str = ""
     unsure: str = ""
+    warning: str = ""
     why: str = ""
 
     def algorithm_of(self, name: str) -> str:
@@ -67,9 +70,9 @@ def is_ended_by(name: str, key: str) -> bool:
     return key in (".".join(components[-count:]), ".".join(named[-count:]))
 
 
-def tokens(vocabulary: int = VOCABULARY, length: int = 12) -> torch.Tensor:
-    """Ids of two texts, none of them of a special token."""
-    return torch.randint(3, vocabulary - 10, (2, length))
+def tokens(vocabulary: int = VOCABULARY, length: int = 12, texts: int = 2) -> torch.Tensor:
+    """Ids of texts, none of them of a special token."""
+    return torch.randint(3, vocabulary - 10, (texts, length))
 
 
 def text() -> Batch:
@@ -77,8 +80,8 @@ def text() -> Batch:
     return {"input_ids": input_ids, "labels": input_ids}
 
 
-def images(size: int = 32, channels: int = 3) -> torch.Tensor:
-    return torch.randn(2, channels, size, size)
+def images(size: int = 32, channels: int = 3, count: int = 2) -> torch.Tensor:
+    return torch.randn(count, channels, size, size)
 
 
 def narrow(model: nn.Module, by: int) -> nn.Module:

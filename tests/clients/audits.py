@@ -14,16 +14,16 @@ STEPS = 8  # the last ones of each training
 
 
 @contextlib.contextmanager
-def healthy(known: Sequence[str] = ()) -> Iterator[None]:
-    """Raises at the end where an audit of an optimizer made meanwhile has a finding that none of
-    the ``known`` words is in; on ranks, to be left by all of them."""
+def healthy(known: Sequence[str] = (), keep: int = STEPS) -> Iterator[None]:
+    """Raises at the end where an audit of the last steps of an optimizer made meanwhile has a
+    finding that none of the ``known`` words is in; on ranks, to be left by all of them."""
     audits: list[Any] = []
     make = optimizer.Muon.__init__
 
     @functools.wraps(make)
     def make_audited(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        audits.append(self.audit(keep=STEPS))
+        audits.append(self.audit(keep))
 
     with patch.object(optimizer.Muon, "__init__", make_audited):
         yield

@@ -54,7 +54,7 @@ DIFFUSERS = {
         lambda: steps(sample=images(8, 4), encoder_hidden_states=conditions(24)),
         TIME + TO + NET + "time_emb_proj",
         "conv_in conv_out",
-        advised=RESNET + "upsamplers.conv proj_in proj_out",
+        convolutions=RESNET + "upsamplers.conv proj_in proj_out",
         why="conv_in takes and conv_out gives latents, of four channels",
     ),
     "controlnet": Architecture(
@@ -69,7 +69,7 @@ DIFFUSERS = {
         ),
         TIME + TO + NET + "time_emb_proj",
         "conv_in",
-        advised=RESNET
+        convolutions=RESNET
         + "proj_in proj_out controlnet_cond_embedding.blocks conv_out controlnet_down_blocks "
         "controlnet_mid_block",
         why="what a ControlNet gives is added to features of a UNet: it has no head",
@@ -84,7 +84,7 @@ DIFFUSERS = {
         lambda: {"sample": images(8)},
         TO,
         "conv_in decoder.conv_out post_quant_conv",
-        advised=RESNET + "upsamplers.conv encoder.conv_out quant_conv",
+        convolutions=RESNET + "upsamplers.conv encoder.conv_out quant_conv",
     ),
     "dit": Architecture(
         lambda: diffusers.DiTTransformer2DModel(
@@ -209,7 +209,7 @@ DIFFUSERS = {
         lambda: steps(hidden_states=images(8, 4), encoder_hidden_states=conditions(24)),
         TIME + TO + "time_embed.linear",
         "scale_shift_table patch_embed.proj conv_depth proj_out",
-        advised="conv_inverted conv_point",
+        convolutions="conv_inverted conv_point",
     ),
 }
 
@@ -258,6 +258,7 @@ PEFT = {
         ),
         text,
         adamw="ia3_l.default",
+        warning="no parameter of this model is Muon's",
         why="ia3_l scales features one by one",
     ),
     "loha": Architecture(
@@ -278,12 +279,14 @@ PEFT = {
         adapted(lambda: peft.OFTConfig(oft_block_size=8, target_modules=["q_proj", "v_proj"])),
         text,
         adamw="oft_R.default",
+        warning="no parameter of this model is Muon's",
         why="a row holds the entries above the diagonal of one rotation's generator",
     ),
     "prompt_tuning": Architecture(
         adapted(lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6)),
         text,
         adamw="embedding",
+        warning="no parameter of this model is Muon's",
     ),
     "prefix_tuning": Architecture(
         adapted(
@@ -296,9 +299,10 @@ PEFT = {
         ),
         text,
         "transform",
-        "embedding",
+        "embedding prompt_encoder.default.transform.2",
         unsure="prompt_encoder.default.transform.2",
-        why="the last layer gives keys and values, not predictions",
+        warning="left to AdamW: may be an output head",
+        why="the last layer gives keys and values, which looks like predictions",
     ),
 }
 

@@ -1,7 +1,8 @@
-"""`describe` decides as the table of architectures does, and what it advises trains all of them."""
+"""`Muon.for_model` decides as the table of architectures does, and trains all of them."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import set_seed
 
 import audits
-from advice import run
+from advice import names_of, run
 from architectures import KINDS, Architecture
 from kernel import optimizer
 from other_architectures import OTHERS
@@ -20,16 +22,23 @@ from vision_architectures import TIMM, TORCHVISION
 
 ARCHITECTURES: dict[str, Architecture] = {**TRANSFORMERS, **TIMM, **TORCHVISION, **OTHERS}
 EACH = pytest.mark.parametrize("name", ARCHITECTURES)
+STEPS = 20
 
 # What an audit finds rightly in such small models, fresh, with two or three examples in each batch.
 UNUSED = "had no gradient"
 CUT_OFF = "had gradients of zeros"  # one key or one class: what chooses among them has no gradient
 SMALL = "updates over 20 times the median"  # of matrices that are almost zero at first
 NONE_TRAINED = "no matrix was orthogonalized"  # vectors and prompts only
-# Which matrices have updates of low rank depends on the machine: bf16 arithmetic adds noise of full
-# rank to gradients of two or three examples, and fp32 arithmetic hardly any.
+# Of two or three examples. Which matrices have such updates depends on the machine: bf16 arithmetic
+# adds noise of full rank to them, and fp32 arithmetic, with which they were found, hardly any.
 LOW_RANK = "updates of a rank under 0.1"
+FEW_EXAMPLES = (
+    "hubert idefics2 timm_siglip timm_cait timm_vgg timm_coatnet mobilenet_v3_small "
+    "unet dit pixart flux sana perceptron"
+)
 FOUND = {
+    **{name: [LOW_RANK] for name in FEW_EXAMPLES.split()},
+    "blip2": [SMALL, LOW_RANK],
     "xlstm": [SMALL],
     "fnet": [UNUSED],
     "wav2vec2_conformer": [UNUSED],
@@ -37,7 +46,7 @@ FOUND = {
     "sam": [CUT_OFF, SMALL],
     "timm_gmlp": [SMALL],
     "controlnet": [SMALL],
-    "sd3": [CUT_OFF],
+    "sd3": [CUT_OFF, LOW_RANK],
     "ia3": [NONE_TRAINED],
     "loha": [SMALL],
     "oft": [NONE_TRAINED],
@@ -49,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def audited(request: pytest.FixtureRequest) -> Iterator[None]:
-    with audits.healthy([LOW_RANK, *FOUND.get(request.node.callspec.params["name"], ())]):
+    with audits.healthy(FOUND.get(request.node.callspec.params["name"], ()), STEPS):
         yield
 
 
@@ -64,21 +73,40 @@ def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in params if p.requires_grad and p.ndim > 1}
 
 
-def muons(groups: list[dict[str, Any]]) -> set[str]:
-    return {name for group in groups for name in group["names"] if group["use_muon"]}
+def make(name: str, model: nn.Module) -> Any:
+    """The optimizer, which warns of what the table says, and of nothing else."""
+    architecture = ARCHITECTURES[name]
+    with warns_of(architecture.warning):
+        convolutions = bool(architecture.convolutions)
+        return optimizer.Muon.for_model(model, lr=1e-3, convolutions=convolutions)
+
+
+@contextlib.contextmanager
+def warns_of(warning: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(each.message) for each in caught]
+    assert len(texts) == bool(warning) and all(text.startswith(warning) for text in texts), texts
 
 
 @EACH
 def test_each_parameter_goes_where_the_table_says(name):
     architecture, model = ARCHITECTURES[name], build(name)
     expected = {param: architecture.algorithm_of(param) for param in matrices(model)}
+    muons = {param for param, kind in expected.items() if kind != "adamw"}
+    optim = make(name, model)
+    assert [group["use_muon"] for group in optim.param_groups] == [True, False]
+    assert set(optim.names[0]) == muons
+    trained = {param for param, p in model.named_parameters() if p.requires_grad}
+    assert set(optim.names[1]) == trained - muons
     description = optimizer.describe(model)
-    by_default = {row["name"] for row in description.rows if row["algorithm"] == "Muon"}
-    assert by_default == {param for param, kind in expected.items() if kind == "muon"}
-    assert muons(description.groups()) == {
-        param for param, kind in expected.items() if kind in ("muon", "advised")
-    }
-    assert muons(run(description.code, model)["groups"]) == muons(description.groups())
+    by_default = {param for param, kind in expected.items() if kind == "muon"}
+    assert set(names_of(description, "Muon")) == by_default
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `make` has seen them
+        advised = run(description.code, model)["optim"]
+    assert advised.names == optim.names and advised.defaults["split"] == optim.defaults["split"]
 
 
 @EACH
@@ -96,16 +124,13 @@ def test_the_table_has_a_key_for_each_parameter_and_no_other(name):
 
 
 @EACH
-def test_what_is_advised_trains_without_a_warning(name):
+def test_for_model_trains_without_a_warning_or_a_finding(name):
     model = build(name)
     batch = ARCHITECTURES[name].batch()
-    advised = optimizer.describe(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optim = optimizer.Muon(advised.groups(), **advised.options())
+    optim = make(name, model)
     losses = []
-    for _ in range(20):
-        torch.manual_seed(1)  # the same dropout, noise and targets in each step
+    for _ in range(STEPS):
+        set_seed(1)  # the same dropout, masks, noise and targets in each step
         loss = loss_of(model(**batch))
         loss.backward()
         with warnings.catch_warnings():

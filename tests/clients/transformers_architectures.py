@@ -27,6 +27,13 @@ LLAMA = dict(**GROUPED, head_dim=16)
 MOE = dict(num_experts=8, num_local_experts=8, n_routed_experts=8, num_experts_per_tok=2)
 LATENT = dict(q_lora_rank=24, kv_lora_rank=16, v_head_dim=16)
 LATENT |= dict(qk_rope_head_dim=8, qk_nope_head_dim=16)
+GATED_DELTA = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+)
 GPT2 = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=1000, n_positions=128)
 MAMBA2 = dict(mamba_d_state=8, mamba_expand=2)
 VISION = dict(
@@ -68,7 +75,7 @@ SPEECH = dict(
 ATTENTION = "q_proj k_proj v_proj o_proj "
 OUT_ATTENTION = "q_proj k_proj v_proj out_proj "
 GATED = "gate_proj up_proj down_proj "
-EXPERTS = "experts.gate_up_proj experts.down_proj"
+EXPERTS = "experts.gate_up_proj experts.down_proj "
 GPT_NEOX = "query_key_value dense dense_h_to_4h dense_4h_to_h"
 BERT = "query key value dense "
 BERT_TABLES = "word_embeddings position_embeddings token_type_embeddings "
@@ -85,8 +92,12 @@ def of(model: str, config: str, **arguments: Any) -> Callable[[], nn.Module]:
     return lambda: getattr(hf, model)(getattr(hf, config)(**arguments))
 
 
+# Of some models each example's gradient has rank one.
+EXAMPLES = 16
+
+
 def labelled() -> Batch:
-    return {"input_ids": tokens(), "labels": torch.tensor([0, 1])}
+    return {"input_ids": tokens(texts=EXAMPLES), "labels": torch.arange(EXAMPLES) % 2}
 
 
 def labelled_tokens() -> Batch:
@@ -98,7 +109,8 @@ def labelled_images() -> Batch:
 
 
 def pairs() -> Batch:
-    return {"input_ids": tokens(), "pixel_values": images(), "return_loss": True}
+    texts, pictures = tokens(texts=EXAMPLES), images(count=EXAMPLES)
+    return {"input_ids": texts, "pixel_values": pictures, "return_loss": True}
 
 
 def text_with_image(placeholders: int, **pixels: Any) -> Batch:
@@ -114,7 +126,16 @@ CAUSAL = {
     "qwen3": Architecture(
         causal("qwen3", **LLAMA), text, ATTENTION + GATED, "embed_tokens lm_head"
     ),
+    "mistral": Architecture(
+        causal("mistral", **LLAMA), text, ATTENTION + GATED, "embed_tokens lm_head"
+    ),
+    "olmo2": Architecture(
+        causal("olmo2", **LLAMA), text, ATTENTION + GATED, "embed_tokens lm_head"
+    ),
     "gemma3": Architecture(causal("gemma3_text", **LLAMA), text, ATTENTION + GATED, "embed_tokens"),
+    "phi": Architecture(
+        causal("phi", **TEXT), text, "q_proj k_proj v_proj dense fc1 fc2", "embed_tokens lm_head"
+    ),
     "starcoder2": Architecture(
         causal("starcoder2", **LLAMA), text, ATTENTION + "c_fc c_proj", "embed_tokens"
     ),
@@ -130,9 +151,8 @@ CAUSAL = {
     "qwen3_moe": Architecture(
         causal("qwen3_moe", **LLAMA, **MOE, moe_intermediate_size=24),
         text,
-        ATTENTION + "gate",
+        ATTENTION + EXPERTS + "gate",
         "embed_tokens lm_head",
-        advised=EXPERTS,
         why=ROUTER,
     ),
     "qwen2_moe": Architecture(
@@ -144,9 +164,8 @@ CAUSAL = {
             shared_expert_intermediate_size=48,
         ),
         text,
-        ATTENTION + GATED + "gate shared_expert_gate",
+        ATTENTION + EXPERTS + GATED + "gate shared_expert_gate",
         "embed_tokens lm_head",
-        advised=EXPERTS,
         why=ROUTER,
     ),
     "qwen3_next": Architecture(
@@ -154,58 +173,54 @@ CAUSAL = {
             "qwen3_next",
             **LLAMA,
             **MOE,
+            **GATED_DELTA,
             moe_intermediate_size=24,
             shared_expert_intermediate_size=24,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            layer_types=["linear_attention", "full_attention"],
         ),
         text,
-        ATTENTION + GATED + "in_proj_qkvz in_proj_ba out_proj gate shared_expert_gate",
+        ATTENTION + EXPERTS + GATED + "in_proj_qkvz in_proj_ba out_proj gate shared_expert_gate",
         "embed_tokens lm_head conv1d",
-        advised=EXPERTS,
         why=ROUTER,
+    ),
+    "qwen3_5": Architecture(
+        causal("qwen3_5_text", **LLAMA, **GATED_DELTA),
+        text,
+        ATTENTION + GATED + "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj",
+        "embed_tokens lm_head conv1d",
     ),
     "mixtral": Architecture(
         causal("mixtral", **LLAMA, **MOE),
         text,
-        ATTENTION + "gate",
+        ATTENTION + EXPERTS + "gate",
         "embed_tokens lm_head",
-        advised=EXPERTS,
         why=ROUTER,
     ),
     "minimax": Architecture(
         causal("minimax", **LLAMA, **MOE),
         text,
-        ATTENTION + "gate qkv_proj out_proj output_gate",
+        ATTENTION + EXPERTS + "gate qkv_proj out_proj output_gate",
         "embed_tokens lm_head",
-        advised=EXPERTS,
         why=ROUTER,
     ),
     "jetmoe": Architecture(
         causal("jetmoe", **LLAMA, **MOE, kv_channels=16),
         text,
-        "router.layer kv_proj",
+        "router.layer kv_proj input_linear output_linear",
         "embed_tokens",
-        advised="input_linear output_linear",
         why=ROUTER,
     ),
     "gpt_oss": Architecture(
         causal("gpt_oss", **LLAMA, **MOE),
         text,
-        ATTENTION + "router",
+        ATTENTION + EXPERTS + "router",
         "embed_tokens lm_head gate_up_proj_bias down_proj_bias",
-        advised=EXPERTS,
         why=ROUTER + "; stacked biases have two dimensions",
     ),
     "llama4": Architecture(
         causal("llama4_text", **LLAMA, **MOE, intermediate_size_mlp=112),
         text,
-        ATTENTION + GATED + "router",
+        ATTENTION + EXPERTS + GATED + "router",
         "embed_tokens lm_head",
-        advised=EXPERTS,
         why=ROUTER,
     ),
     "deepseek_v3": Architecture(
@@ -220,9 +235,8 @@ CAUSAL = {
             first_k_dense_replace=1,
         ),
         text,
-        "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate " + GATED,
+        EXPERTS + "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate " + GATED,
         "embed_tokens lm_head",
-        advised=EXPERTS,
         why=ROUTER,
     ),
     "gpt2": Architecture(causal("gpt2", **GPT2), text, "c_attn c_proj c_fc", "wte wpe"),
@@ -315,9 +329,8 @@ CAUSAL = {
             expert_layer_period=2,
         ),
         text,
-        ATTENTION + GATED + MAMBA + "router",
+        ATTENTION + EXPERTS + GATED + MAMBA + "router",
         "embed_tokens lm_head A_log conv1d",
-        advised=EXPERTS,
         why=ROUTER,
     ),
     "zamba2": Architecture(
@@ -348,6 +361,7 @@ CAUSAL = {
         "linear_y linear_x linear_out " + GATED,
         "embed_tokens conv_1d input_gate_weight input_gate_bias recurrent_gate_weight "
         "recurrent_gate_bias",
+        warning="left to AdamW: three dimensions",
         why="a gate's blocks may be Muon's by expert_keys, which a warning says",
     ),
     "xlstm": Architecture(
@@ -380,6 +394,9 @@ ENCODERS = {
         labelled,
         BERT,
         BERT_TABLES + "classifier",
+    ),
+    "roberta": Architecture(
+        of("RobertaForMaskedLM", "RobertaConfig", **TEXT), text, BERT, BERT_TABLES
     ),
     "roberta_classifier": Architecture(
         of("RobertaForSequenceClassification", "RobertaConfig", **TEXT),
@@ -552,7 +569,7 @@ SPEECH_AND_SERIES = {
         "linear_q linear_k linear_v linear_out linear_pos feature_projection.projection "
         "intermediate_dense output_dense",
         "conv_layers.0.conv depthwise_conv original0 pos_bias_u pos_bias_v lm_head",
-        advised="conv_layers.conv pointwise_conv1 pointwise_conv2 original1",
+        convolutions="conv_layers.conv pointwise_conv1 pointwise_conv2 original1",
         why="pos_bias_u and pos_bias_v are biases of each head",
     ),
     "hubert": Architecture(
@@ -679,7 +696,7 @@ IMAGES = {
         labelled_images,
         "pwconv1 pwconv2",
         "patch_embeddings dwconv classifier",
-        advised="downsampling_layer",
+        convolutions="downsampling_layer",
     ),
     "resnet": Architecture(
         of(
@@ -692,7 +709,7 @@ IMAGES = {
         ),
         labelled_images,
         adamw="embedder.convolution classifier",
-        advised="convolution",
+        convolutions="convolution",
     ),
     "segformer": Architecture(
         of(
@@ -707,7 +724,7 @@ IMAGES = {
         lambda: {"pixel_values": images(64), "labels": torch.randint(0, 12, (2, 64, 64))},
         VIT + "linear_projections.proj",
         "stages.0.patch_embeddings.proj dwconv classifier",
-        advised="patch_embeddings.proj sequence_reduction linear_fuse",
+        convolutions="patch_embeddings.proj sequence_reduction linear_fuse",
         why="patch_embeddings of the later stages take features, the first takes pixels",
     ),
     "detr": Architecture(
@@ -784,7 +801,6 @@ IMAGES_AND_TEXT = {
         pairs,
         OUT_ATTENTION + "fc1 fc2 visual_projection text_projection",
         "token_embedding position_embedding patch_embedding",
-        unsure="visual_projection text_projection",
         why="the projections' outputs are compared with each other: they are last, but hidden",
     ),
     "siglip": Architecture(

@@ -78,7 +78,7 @@ TIMM = {
         large,
         BLOCK + "q k v",
         "patch_embed.proj.0.0 conv1 conv2 temperature cls_token head",
-        advised="patch_embed.proj token_projection",
+        convolutions="patch_embed.proj token_projection",
     ),
     "timm_levit": Architecture(
         of(
@@ -87,7 +87,7 @@ TIMM = {
         large,
         "linear",
         "stem.conv1.linear attention_biases head.linear head_dist.linear",
-        advised="stem.conv2.linear stem.conv3.linear stem.conv4.linear",
+        convolutions="stem.conv2.linear stem.conv3.linear stem.conv4.linear",
         why="attention_biases is a table of biases by head and relative position",
     ),
     "timm_swin": Architecture(
@@ -109,7 +109,7 @@ TIMM = {
         large,
         "q kv proj fc1 fc2",
         "patch_embed.proj dwconv head",
-        advised="sr downsample.proj",
+        convolutions="sr downsample.proj",
         why=CONVOLUTIONS,
     ),
     "timm_mixer": Architecture(
@@ -130,14 +130,14 @@ TIMM = {
         of("resnet18", layers=(1, 1, 1, 1), channels=(8, 16, 32, 64), stem_width=8),
         large,
         adamw="conv1 fc",
-        advised="layer1.conv1 layer2.conv1 layer3.conv1 layer4.conv1 conv2 downsample",
+        convolutions="layer1.conv1 layer2.conv1 layer3.conv1 layer4.conv1 conv2 downsample",
         why=CONVOLUTIONS,
     ),
     "timm_convnext": Architecture(
         of("convnext_atto", **STAGES),
         large,
         adamw="stem conv_dw head.fc",
-        advised="fc1 fc2 downsample",
+        convolutions="fc1 fc2 downsample",
         why=CONVOLUTIONS,
     ),
     "timm_efficientnet": Architecture(
@@ -152,7 +152,7 @@ TIMM = {
         ),
         small,
         adamw="conv_stem conv_dw classifier",
-        advised="conv_reduce conv_expand conv_pw conv_pwl conv_head",
+        convolutions="conv_reduce conv_expand conv_pw conv_pwl conv_head",
         why=CONVOLUTIONS,
     ),
     "timm_regnet": Architecture(
@@ -162,21 +162,21 @@ TIMM = {
         ),
         small,
         adamw="stem.conv head.fc",
-        advised="conv se.fc1 se.fc2",
+        convolutions="conv se.fc1 se.fc2",
         why=CONVOLUTIONS + ", those in groups of eight among them",
     ),
     "timm_densenet": Architecture(
         of("densenet121", growth_rate=8, block_config=(2, 2)),
         small,
         adamw="conv0 classifier",
-        advised="conv1 conv2 conv",
+        convolutions="conv1 conv2 conv",
         why=CONVOLUTIONS,
     ),
     "timm_vgg": Architecture(
         lambda: narrow(timm.create_model("vgg11", num_classes=10), by=8),
         large,
         adamw="features.0 head.fc",
-        advised="features pre_logits.fc1 pre_logits.fc2",
+        convolutions="features pre_logits.fc1 pre_logits.fc2",
         why=CONVOLUTIONS,
     ),
     "timm_maxvit": Architecture(
@@ -184,14 +184,14 @@ TIMM = {
         large,
         BLOCK,
         "stem.conv1 conv2_kxk relative_position_bias_table head.fc",
-        advised="stem.conv2 expand conv1_1x1 conv3_1x1 se.fc1 se.fc2",
+        convolutions="stem.conv2 expand conv1_1x1 conv3_1x1 se.fc1 se.fc2",
         why=CONVOLUTIONS,
     ),
     "timm_coatnet": Architecture(
         maxxvit_of(("C", "T")),
         large,
         adamw="stem.conv1 conv2_kxk relative_position_bias_table head.fc",
-        advised="stem.conv2 expand conv1_1x1 conv3_1x1 se.fc1 se.fc2 " + BLOCK,
+        convolutions="stem.conv2 expand conv1_1x1 conv3_1x1 se.fc1 se.fc2 " + BLOCK,
         why="attention here is made of convolutions of one pixel",
     ),
     "timm_poolformer": Architecture(
@@ -199,14 +199,14 @@ TIMM = {
         large,
         "head.fc.fc1",
         "stem.conv head.fc.fc2",
-        advised="conv fc1 fc2",
+        convolutions="conv fc1 fc2",
         why=CONVOLUTIONS + "; the first of the head's two layers is hidden",
     ),
     "timm_convmixer": Architecture(
         lambda: convmixer.ConvMixer(dim=32, depth=2, kernel_size=3, patch_size=4, num_classes=10),
         small,
         adamw="stem.0 fn.0 head",
-        advised="blocks",
+        convolutions="blocks",
         why=CONVOLUTIONS,
     ),
     "timm_mobilevit": Architecture(
@@ -214,7 +214,7 @@ TIMM = {
         large,
         BLOCK,
         "stem.conv conv2_kxk.conv head.fc",
-        advised="conv conv_1x1",
+        convolutions="conv conv_1x1",
         why=CONVOLUTIONS,
     ),
 }
@@ -225,7 +225,7 @@ TORCHVISION = {
         large,
         "classifier",
         "features.0 classifier.6",
-        advised="features",
+        convolutions="features",
         why="of the stack called classifier only the last layer is a head",
     ),
     "mobilenet_v3_small": Architecture(
@@ -240,7 +240,7 @@ TORCHVISION = {
         small,
         "classifier",
         "features.0.0 features.1.block.1.0 features.2.block.1.0 classifier.3",
-        advised="features features.block fc1 fc2",
+        convolutions="features features.block fc1 fc2",
     ),
     "vit_b_16": Architecture(
         lambda: tv.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=10),
@@ -264,7 +264,7 @@ TORCHVISION = {
         lambda: narrow(tv.squeezenet1_1(num_classes=10), by=2),
         large,
         adamw="features.0 classifier",
-        advised="squeeze expand1x1 expand3x3",
+        convolutions="squeeze expand1x1 expand3x3",
         why="the head is a convolution",
     ),
     "lraspp": Architecture(
@@ -276,7 +276,7 @@ TORCHVISION = {
         ),
         lambda: {"input": images(64)},
         adamw="backbone.0.0 backbone.1.block.0.0 block.1.0 low_classifier high_classifier",
-        advised="backbone backbone.1.block.1.0 block fc1 fc2 cbr scale",
+        convolutions="backbone backbone.1.block.1.0 block fc1 fc2 cbr scale",
         why="the heads are convolutions",
     ),
 }

@@ -52,6 +52,7 @@ _LATENT = {
     "kv_b_proj": ("K and V of each head", ("qk_nope_head_dim", "v_head_dim")),
 }
 _LINEAR_ATTENTION = {"in_proj_qkvz": "Q, K, V and gate", "in_proj_ba": "steps and decays"}
+_LINEAR_ATTENTION |= {"in_proj_qkv": "Q, K and V"}
 _LINEAR_SIZES = ["linear_num_key_heads", "linear_num_value_heads"]
 _LINEAR_SIZES += ["linear_key_head_dim", "linear_value_head_dim"]
 _GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
@@ -124,9 +125,13 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
     if weight == "in_proj" and len(shape) == 2:
         return _state_space(shape[0], info)
     if weight in _LATENT and len(shape) == 2:
-        return _latent(shape[0], size_of, weight)
+        return _latent(shape[0], info, size_of, weight)
     if weight in _LINEAR_ATTENTION and len(shape) == 2:
-        return _linear_attention(shape[0], size_of, weight)
+        linear = _linear_attention(shape[0], size_of, weight)
+        if linear.split is not None or weight not in _QKV:
+            return linear
+    if weight == "q_proj" and len(shape) == 2:
+        return _gated_queries(shape[0], size_of)
     above = " ".join(class_names(info.above[0])) if info.above else ""
     if weight.startswith("adaLN_mod") or (weight == "linear" and "AdaLayerNorm" in above):
         count, rest = divmod(shape[0], shape[-1])
@@ -157,22 +162,32 @@ def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
     return Fused(f"{fused.holds}, side by side,", split, f'"dim ({hint})"')
 
 
-def _latent(rows: int, size_of: SizeOf, weight: str) -> Fused:
+def _latent(rows: int, info: ParamInfo, size_of: SizeOf, weight: str) -> Optional[Fused]:
     """Multi-head latent attention: down to latent and rotary keys, up to each head's K and V."""
     holds, keys = _LATENT[weight]
-    sizes = [size_of([key]) for key in keys]
-    first, second = (size or 0 for size in sizes)
-    if weight == "kv_b_proj":
-        fits = None not in sizes and rows % (first + second) == 0
-        return Fused(holds, f"(head (k={first} + v={second})) dim" if fits else None)
-    return Fused(holds, [first, second] if first + second == rows else None)
+    module = info.above[0] if info.above else info.module
+    # The module comes first: layers without rotary keys have other sizes than the configuration.
+    for find_size in (functools.partial(size_in, module), size_of):
+        first, second = (find_size([key]) for key in keys)
+        if weight != "kv_b_proj" and rows == first:
+            return None  # there are no rotary keys
+        if first is None or second is None:
+            continue
+        if weight == "kv_b_proj" and rows % (first + second) == 0:
+            return Fused(holds, f"(head (k={first} + v={second})) dim")
+        if weight != "kv_b_proj" and rows == first + second:
+            return Fused(holds, [first, second])
+    return Fused(holds)
 
 
 def _linear_attention(rows: int, size_of: SizeOf, weight: str) -> Fused:
-    """Qwen3-Next's gated delta net: key head by key head."""
+    """The gated delta net: key head by key head in Qwen3-Next, one below the other in Qwen3.5."""
     sizes = [size_of([key]) for key in _LINEAR_SIZES]
     holds = _LINEAR_ATTENTION[weight]
     key_heads, value_heads, key_dim, value_dim = (size or 1 for size in sizes)
+    if weight == "in_proj_qkv":
+        q_k_v = [key_heads * key_dim, key_heads * key_dim, value_heads * value_dim]
+        return Fused(holds, q_k_v if None not in sizes and sum(q_k_v) == rows else None)
     each = value_heads // key_heads  # value heads of a key head
     parts = f"b={each} + a={each}"
     expected = 2 * value_heads
@@ -181,6 +196,14 @@ def _linear_attention(rows: int, size_of: SizeOf, weight: str) -> Fused:
         expected = 2 * key_heads * (key_dim + each * value_dim)
     fits = None not in sizes and rows == expected
     return Fused(holds, f"(head ({parts})) dim" if fits else None)
+
+
+def _gated_queries(rows: int, size_of: SizeOf) -> Optional[Fused]:
+    """Queries of gated attention (Qwen3-Next, Qwen3.5): each head's are followed by its gate."""
+    heads, size = size_of(HEADS), size_of(HEAD_DIM)
+    if heads is None or size is None or rows != 2 * heads * size:
+        return None
+    return Fused("Q and gate of each head", f"(head (q={size} + gate={size})) dim")
 
 
 def _state_space(rows: int, info: ParamInfo) -> Optional[Fused]:
@@ -226,9 +249,16 @@ def _qkv(
                     return f"(head (q={heads // count * size} + k={size} + v={size})) dim"
                 return [heads * size, count * size, count * size]
     # Where the key heads can't be told, rows that happen to divide by three tell nothing.
-    if by_head or not (rows == 3 * cols or (key_heads == heads and heads and rows % 3 == 0)):
+    is_even = rows == 3 * cols or (key_heads == heads and heads and rows % 3 == 0)
+    if by_head or not (is_even or _is_taken(info, rows / 3)):
         return None
     return [rows // 3] * 3
+
+
+def _is_taken(info: ParamInfo, size: float) -> bool:
+    """Whether a linear layer beside the parameter's takes so many inputs."""
+    beside = info.above[0].children() if info.above else ()
+    return any(isinstance(layer, nn.Linear) and layer.weight.shape[1] == size for layer in beside)
 
 
 def _gated(
@@ -252,12 +282,13 @@ def _gated(
 def _is_halved(shape: Sequence[int], info: ParamInfo, in_columns: bool) -> bool:
     """Whether the experts' other projection says that halves lie in columns, or in rows.
 
-    (E, 2·inner, dim) beside (E, dim, inner), or (E, dim, 2·inner) beside (E, inner, dim).
+    (E, 2·inner, dim) beside (E, dim, inner), or (E, dim, 2·inner) beside (E, inner, dim), where the
+    numbers of experts may differ: LongCat has some that compute nothing.
     """
-    *experts, rows, cols = shape
-    half = [*experts, cols // 2, rows] if in_columns else [*experts, cols, rows // 2]
+    rows, cols = shape[-2:]
+    half = (cols // 2, rows) if in_columns else (cols, rows // 2)
     others = (param for param in info.module._parameters.values() if param is not None)
-    return any(list(param.shape) == half for param in others)
+    return any(param.ndim == len(shape) and param.shape[-2:] == half for param in others)
 
 
 def is_stored_transposed(info: ParamInfo, param: Tensor) -> bool:

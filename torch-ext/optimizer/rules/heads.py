@@ -13,7 +13,7 @@ from typing import Optional
 from torch import nn
 
 from ..parameters.names import normalize_name
-from .modules import Decision, ParamInfo, ParamInfos, component_of, configs_of, size_in
+from .modules import Decision, ParamInfo, ParamInfos, component_of, configs_of, look_up, size_in
 
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
@@ -24,7 +24,7 @@ _LAST_OF_DIFFUSION = re.compile(r"(\w+_)?proj_out(_2)?")
 _MODULATION = re.compile(r"adaln|modulation|norm_out|proj_out_1", re.IGNORECASE)
 # What stacks of layers are called whose last one makes predictions.
 _HEAD_STACK = re.compile(
-    r"(head|logits?|predict)_\w+|logits|(\w+_)?(heads?|predictor|predictions?)|(class|bbox)_embed|final_layer"
+    r"(heads?|logits?|predict)_\w+|logits|(\w+_)?(heads?|predictor|predictions?)|(\w+_)?(class|bbox)_embed|final_layer"
 )
 POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
 _FEW = 16  # outputs: no hidden layer has so few, or fewer
@@ -139,16 +139,19 @@ def _called_a_head(info: ParamInfo) -> str:
 
 
 def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
-    """The weight of the last linear layer, or what a parametrization computes it from."""
-    linear = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not _MODULATION.search(name)
-    ]
+    """The weight of the last linear layer, or what a parametrization computes it from; of models
+    without linear layers, of the last convolution of one pixel."""
+    modules = [m for name, m in model.named_modules() if not _MODULATION.search(name)]
+    linear = [m for m in modules if isinstance(m, nn.Linear)]
+    linear = linear or [m for m in modules if _is_of_one_pixel(m)]
     if not linear:
         return None
     weights = [p for name, p in linear[-1].named_parameters() if "bias" not in name]
     return max(weights, key=lambda p: p.numel(), default=None)
+
+
+def _is_of_one_pixel(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) == {1}
 
 
 def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
@@ -175,13 +178,15 @@ def possible_heads(
     """Matrices of Muon's that may be heads: outside of layers, with outputs that nobody takes.
 
     These are the last one, those of other towers that give as many outputs, and what is called out.
+    What gives as many as the config's ``projection_dim`` is none: CLIP's towers compare these.
     """
     last = last_matrix(model)
     may_be = []
     for decision in muons:
         info = infos[id(decision.param)][0]
         in_a_layer = _is_in_a_layer(info) or _MODULATION.search(info.name)
-        if not in_a_layer and _gives_to_nobody(decision, decisions, infos):
+        is_compared = look_up(model, info, ["projection_dim"]) == decision.param.shape[0]
+        if not (in_a_layer or is_compared) and _gives_to_nobody(decision, decisions, infos):
             may_be.append(decision)
     outputs = {d.param.shape[0] for d in may_be if d.param is last}
     return [
@@ -245,7 +250,7 @@ def _is_sequential(module: nn.Module) -> bool:
 def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:
     if _is_in_a_layer(info):
         return False
-    rows, cols = decision.param.shape
+    rows, cols = decision.param.shape[:2]
     if len(info.path) == 1 and re.fullmatch(r"fc\d*", info.path[0]):
         return True
     words = {word for component in info.path[-2:] for word in component.lower().split("_")}
