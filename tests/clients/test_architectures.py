@@ -39,16 +39,13 @@ FEW_EXAMPLES = (
 FOUND = {
     **{name: [LOW_RANK] for name in FEW_EXAMPLES.split()},
     "blip2": [SMALL, LOW_RANK],
-    "xlstm": [SMALL],
     "fnet": [UNUSED],
     "wav2vec2_conformer": [UNUSED],
     "detr": [CUT_OFF],
     "sam": [CUT_OFF, SMALL],
     "timm_gmlp": [SMALL],
-    "controlnet": [SMALL],
     "sd3": [CUT_OFF, LOW_RANK],
     "ia3": [NONE_TRAINED],
-    "loha": [SMALL],
     "oft": [NONE_TRAINED],
     "prompt_tuning": [NONE_TRAINED],
 }
