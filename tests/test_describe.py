@@ -365,7 +365,7 @@ def test_for_model_takes_the_arguments_that_describe_takes():
 def test_a_head_is_told_where_the_caller_decides():
     model = nn.ModuleDict({"layer1": nn.Linear(32, 32), "layer2": nn.Linear(32, 64)})
     model["fc"] = nn.Linear(64, 20)
-    description = describe(model, lambda name, param: param.ndim == 2)
+    description = describe(model, is_muon_func=lambda name, param: param.ndim == 2)
     assert [t.parameters for t in description.warnings] == [("fc.weight",)]
 
 

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 from kernel import optimizer
@@ -116,3 +117,120 @@ def test_copies_of_a_model_get_the_same_groups():
     model = build()
     first, second = make(model), make(copy.deepcopy(model))
     assert first.names == second.names
+
+
+def two(make_layer) -> nn.Module:
+    model = nn.Module()
+    model.layers = nn.ModuleList([make_layer(), make_layer()])
+    return model
+
+
+def module(**attributes) -> nn.Module:
+    made = nn.Module()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def weights(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def muons(model: nn.Module, **options) -> list[str]:
+    return optimizer.Muon.for_model(model, lr=1e-3, **options).names[0]
+
+
+def converted(_: int = 0) -> bool:
+    model = fully_shard(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16)))
+    optimizer.Muon.for_model(model, lr=1e-3)
+    model.to(torch.bfloat16)
+    return all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_a_sharded_model_can_be_converted_and_moved_afterwards():
+    assert run_ranks(converted, 2) == [True, True]
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile], ids=["checkpoint", "compile"])
+def test_wrapped_layers_are_decided_as_the_layers_are(wrap):
+    def attention(of=lambda layer: layer):
+        sizes = {"n_heads": 8, "n_kv_heads": 2, "head_dim": 4}
+        fused = module(**sizes, qkv=weights(48, 32), o=nn.Linear(32, 32, bias=False))
+        return module(attn=of(fused))
+
+    plain, wrapped = two(attention), two(lambda: attention(wrap))
+    made = [optimizer.Muon.for_model(model, lr=1e-3) for model in (plain, wrapped)]
+    assert made[0].defaults["split"] == made[1].defaults["split"] == {"qkv": [32, 8, 8]}
+
+    def perceptron(of=lambda layer: layer):
+        linear = (of(nn.Linear(64, 128)), of(nn.Linear(128, 128)), of(nn.Linear(128, 10)))
+        return nn.Sequential(linear[0], nn.ReLU(), linear[1], nn.ReLU(), linear[2])
+
+    counts = [len(muons(perceptron(of))) for of in (lambda layer: layer, wrap)]
+    assert counts == [2, 2]  # the last one is the head
+
+
+def test_expert_keys_by_hand_are_added_to_those_found():
+    def layer():
+        experts = module(w=weights(4, 16, 16))
+        return module(experts=experts, rel=weights(8, 16, 16), a=nn.Linear(16, 16))
+
+    names = muons(two(layer), expert_keys=["rel"])
+    assert {"layers.0.experts.w", "layers.0.rel"} <= set(names)
+
+
+def test_vectors_and_convolutions_of_experts_are_no_stacks():
+    def layer():
+        stacks = {"w1": weights(4, 16, 32), "b1": weights(4, 32), "conv": nn.Conv1d(16, 16, 3)}
+        return module(experts=module(**stacks), a=nn.Linear(16, 16))
+
+    names = [name.removeprefix("layers.0.") for name in muons(two(layer))]
+    assert {"experts.w1", "a.weight"} <= set(names)
+    assert not {"experts.b1", "experts.conv.weight"} & set(names)
+
+
+def test_experts_are_found_for_a_rule_of_ones_own_too():
+    def layer():
+        return module(experts=module(w=weights(4, 16, 16)), a=nn.Linear(16, 16))
+
+    optim = optimizer.Muon.for_model(two(layer), lr=1e-3, is_muon_func=lambda n, p: p.ndim > 1)
+    assert optim.param_groups[0]["expert_keys"] == ["experts"]
+    description = optimizer.describe(two(layer), is_muon_func=lambda n, p: p.ndim == 2)
+    assert "expert_keys" not in description.code
+
+
+def test_key_heads_that_a_module_tells_count_more_than_thirds():
+    def layer():
+        return module(num_heads=16, num_kv_heads=4, qkv=nn.Linear(32, 96, bias=False))
+
+    optim = optimizer.Muon.for_model(two(layer), lr=1e-3)
+    assert optim.defaults["split"] == {"qkv": [64, 16, 16]}
+
+
+def test_parametrized_projections_are_split():
+    def layer():
+        qkv = nn.utils.parametrizations.weight_norm(nn.Linear(16, 48))
+        return module(qkv=qkv, o=nn.Linear(16, 16))
+
+    (value,) = optimizer.Muon.for_model(two(layer), lr=1e-3).defaults["split"].values()
+    assert value == [16, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"is_muon_func": None}, "is_muon_func must be a function"),
+        ({"expert_keys": [1]}, "components of names"),
+        ({"split": {1: 2}}, "split must be"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_in_words(wrong, words):
+    for call in (optimizer.Muon.for_model, optimizer.describe):
+        with pytest.raises(ValueError, match=words):
+            call(build(), 1e-3, **wrong)
+
+
+def test_rates_are_written_with_all_their_digits():
+    code = optimizer.describe(build(), lr=1 / 300).code
+    assert f"lr={1 / 300!r}" in code

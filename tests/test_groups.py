@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
@@ -647,7 +648,8 @@ def test_groups_are_plain_and_can_take_options():
     groups = get_default_muon_param_groups(Llama())
     for group in groups:
         assert type(group) is dict
-        assert type(group["params"]) is list and type(group["names"]) is list
+        assert type(group["params"]) is list and isinstance(group["names"], list)
+        assert type(copy.deepcopy(group["names"])) is list  # without the model that names remember
     groups[0].update(lr=0.02, beta2=0.9)
     groups[1].update(lr=0.001)
     optim = Muon(groups)

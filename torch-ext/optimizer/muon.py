@@ -372,7 +372,7 @@ class Muon(Stateful):
         groups = self._read_groups()
         self._check_reference(groups)
         survey, settings = self._take_survey(groups), self._settings
-        replaced.check_not_replaced(groups, survey.places)
+        replaced.check_not_replaced(groups)
         self._store.recheck_replaced(self.state)
         if not self._store.is_checked:
             self._bound = None

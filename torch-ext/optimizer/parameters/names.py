@@ -22,6 +22,11 @@ def normalize_name(name: str) -> str:
     return ".".join(itertools.dropwhile(lambda component: component == "module", components))
 
 
+def is_wrapper(components: Sequence[str]) -> bool:
+    """Whether the last of the components that lead to a module is one that a wrapper adds."""
+    return components[-1] in WRAPPERS or all(c == "module" for c in components)
+
+
 def state_dict_key(name: str) -> str:
     """The key in the model's ``state_dict()`` of a parameter that ``named_parameters()`` names."""
     return _without(name, _NOT_IN_STATE_DICTS)

@@ -24,7 +24,6 @@ from ..newton_schulz import recipe_for
 from . import validation
 from .names import has_component, matches
 from .options import EXACT_DTYPES, STRUCTURE, Group, Settings, is_exact
-from .replaced import Place, place_of
 
 # The options of which a change makes the next step plan and check state anew; beside these,
 # `_facts` has whether there is a beta2.
@@ -58,7 +57,6 @@ class Survey:
         facts: of each group, what the survey was made from.
         names: of each group, what messages call its parameters.
         entries: of each group, its parameters as a plan sees them; None for AdamW's.
-        places: of each group, `place_of` each of its parameters.
         shared: by the ranks of every mesh that a parameter is on, and of the process group.
         planners: of the trainable entries, by whether state is streamed.
     """
@@ -66,7 +64,6 @@ class Survey:
     facts: list[tuple]
     names: list[list[str]]
     entries: list[list[Optional[Entry]]]
-    places: list[list[Optional[Place]]] = field(default_factory=list)
     shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
     planners: dict[bool, Planner] = field(default_factory=dict)
 
@@ -150,7 +147,6 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
                 shared.lines.append(_line(name, param, group, entry, settings))
                 shared.groups.setdefault(number, (name, facts[number][-1]))
         survey.names.append(names)
-        survey.places.append(list(map(place_of, group.params)))
         survey.entries.append(entries)
     entries_left = iter(hsdp.share_work(survey.all_entries, dtensors.this_rank(), settings.hsdp))
     survey.entries = [

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 from torch import nn
 
 from ..parameters.names import matches
+from ..parameters.options import GROUP_OPTIONS
 from .decisions import (
     ExpertKeys,
     as_keys,
@@ -73,20 +74,20 @@ def assign(
     Raises:
         ValueError: as `decide`.
     """
-    finds_experts = expert_keys == AUTO
-    keys = None if finds_experts else as_keys(expert_keys)
-    arguments = model, is_muon_func, keys, as_keys(adamw_keys), convolutions
-    decisions = decide(*arguments)
-    infos = infos_of(model)
-    experts = stacked_experts(model, infos, decisions) if finds_experts else {}
-    if experts:  # decide again: expert_keys may change what is taken for a head
-        keys = list(dict.fromkeys(experts.values()))
-        decisions = decide(model, is_muon_func, keys, as_keys(adamw_keys), convolutions)
+    if split != AUTO:
+        GROUP_OPTIONS["split"].check("split", split)
+    named, adamws = None if expert_keys == AUTO else as_keys(expert_keys), as_keys(adamw_keys)
+    decisions = decide(model, is_muon_func, named, adamws, convolutions)
+    infos, keys = infos_of(model), list(named or ())
+    if expert_keys == AUTO or named:
+        keys += dict.fromkeys(stacked_experts(model, infos, decisions).values())
+    if len(keys) > len(named or ()):  # decide again: they may change what is taken for a head
+        decisions = decide(model, is_muon_func, keys, adamws, convolutions)
     undecided: list[Undecided] = []
     if is_muon_func is default_is_muon:
         undecided = _stacks(model, infos, decisions) + _possible_heads(model, infos, decisions)
     if split == AUTO or isinstance(split, Mapping):
-        given = {} if split == AUTO else dict(split)
+        given: Mapping[str, Any] = {} if split == AUTO else split
         found, unknown = _fused(model, infos, decisions, given)
         undecided += unknown
         others = [d.key for d in decisions if d.algorithm == "Muon"]
@@ -98,7 +99,7 @@ def assign(
         decisions = changed(decisions, "Muon", apart)
     left = {each.name: f"left to AdamW: {each.what}" for each in undecided}
     decisions = changed(decisions, "AdamW", left)
-    return Assignment(model, infos, decisions, keys, split, undecided)
+    return Assignment(model, infos, decisions, keys or None, split, undecided)
 
 
 def _stacks(model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]) -> list[Undecided]:
@@ -127,7 +128,7 @@ def _possible_heads(
 ) -> list[Undecided]:
     muons = [d for d in decisions if d.algorithm == "Muon"]
     return [
-        Undecided("head", d.name, "may be an output head", "is_muon_func=…")
+        Undecided("head", d.name, "may be an output head", "is_muon_func")
         for d in possible_heads(model, infos, decisions, muons)
         if fused_in(model, infos[id(d.param)][0], d.param) is None
     ]

@@ -59,6 +59,7 @@ _INNER_WRAPPERS = frozenset({"base_layer", "original_module", "module"})
 # How some reasons begin or end; other modules recognize these reasons by it.
 BY_NAME = "embedding or head by name"
 DIMENSIONS = "dimensions"
+BY_FUNCTION = "is_muon_func"
 
 MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
 
@@ -150,6 +151,8 @@ def decide(
         ValueError: no model, or one with parameters that have no shape yet, or that FSDP2 has
             gathered for a while.
     """
+    if not callable(is_muon_func):
+        raise ValueError(f"is_muon_func must be a function, found {is_muon_func!r}")
     if not isinstance(model, nn.Module):
         raise ValueError(f"give the model (nn.Module) itself, found a {type(model).__name__}")
     with_keys = takes_expert_keys(is_muon_func)
@@ -185,10 +188,11 @@ def decide(
             decision = "Muon" if is_muon else "AdamW", reason
         else:
             arguments = (name, param, normalized_keys) if with_keys else (name, param)
-            decision = "Muon" if is_muon_func(*arguments) else "AdamW", "is_muon_func"
+            decision = "Muon" if is_muon_func(*arguments) else "AdamW", BY_FUNCTION
         decisions.append(Decision(name, key, param, *decision))
     infos = infos_of(model)
     if is_muon_func is default_is_muon:  # modules show heads, or that there are none
+        decisions = changed(decisions, "AdamW", _no_experts(infos, decisions))
         named = [d for d in decisions if d.reason.startswith(BY_NAME)]
         hidden = hidden_layers(infos, named, decisions)
         decisions = changed(decisions, "Muon", dict.fromkeys(hidden, "matrix, no head"))
@@ -199,6 +203,21 @@ def decide(
         kernels = [decision.name for decision in convolutions_of(model, infos, decisions)]
         decisions = changed(decisions, "Muon", dict.fromkeys(kernels, "convolution"))
     return decisions
+
+
+def _no_experts(infos: ParamInfos, decisions: Sequence[Decision]) -> dict[str, str]:
+    """What experts hold that is no stack of matrices, and why, by name: convolutions, and vectors
+    of all experts, beside stacks of as many."""
+    reasons = {}
+    for decision in decisions:
+        info, param = infos[id(decision.param)][0], decision.param
+        if decision.reason == "stacked experts" and info.is_convolution:
+            reasons[decision.name] = f"{param.ndim} {DIMENSIONS}"
+        beside = [p for p in info.module._parameters.values() if p is not None and p.ndim > 2]
+        is_weight = info.attribute == "weight"
+        if param.ndim == 2 and not is_weight and any(len(p) == len(param) for p in beside):
+            reasons[decision.name] = "vectors of stacked experts"
+    return reasons
 
 
 def changed(
@@ -231,24 +250,29 @@ def convolutions_of(
 
 def is_left_by_dimensions(decision: Decision) -> bool:
     """Whether AdamW has a parameter because it has more than two dimensions."""
-    by_dimensions = decision.reason.endswith(DIMENSIONS) or decision.reason == "is_muon_func"
+    by_dimensions = decision.reason.endswith(DIMENSIONS) or decision.reason == BY_FUNCTION
     return decision.algorithm == "AdamW" and decision.param.ndim > 2 and by_dimensions
 
 
 def stacked_experts(
     model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
 ) -> dict[str, str]:
-    """Stacked experts that no expert key names, so that they are AdamW's: by name, the key."""
+    """Stacked experts that no expert key names: by name, the key that would."""
     return {
         d.name: key
         for d in decisions
-        if is_left_by_dimensions(d)
+        if is_left_by_dimensions(d) or (d.reason == BY_FUNCTION and d.param.ndim > 2)
         if (key := expert_key(model, infos[id(d.param)][0], d.param)) is not None
     }
 
 
-def as_keys(expert_keys: ExpertKeys) -> Optional[Sequence[str]]:
-    return [expert_keys] if isinstance(expert_keys, str) else expert_keys
+def as_keys(keys: ExpertKeys) -> Optional[Sequence[str]]:
+    """Components of names as a list, or None."""
+    if isinstance(keys, str):
+        return [keys]
+    if keys is not None and not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"keys must be components of names, found {keys!r}")
+    return keys
 
 
 def unmatched_keys(

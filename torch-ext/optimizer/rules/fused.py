@@ -112,6 +112,8 @@ _VAGUE = {"weight", "attn", "attention", "mlp", "parametrizations", "original0",
 def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:
     """What a weight of a model holds, if it holds several matrices."""
     shape, size_of = tuple(param.shape), functools.partial(look_up, model, info)
+    if len(shape) < 2 or 0 in shape:
+        return None
     if isinstance(info.module, nn.MultiheadAttention) and info.attribute == "in_proj_weight":
         return Fused("Q, K and V", [shape[0] // 3] * 3)
     for name in class_names(info.module):
@@ -220,11 +222,16 @@ def _state_space(rows: int, info: ParamInfo) -> Optional[Fused]:
 
 
 def _weight_name(info: ParamInfo) -> str:
-    """``qkv`` of both ``attention.qkv.weight`` and ``attention.qkv``."""
-    if info.attribute != "weight":
-        return info.attribute.removesuffix("_weight")
-    components = [c for c in info.name.split(".") if not c.isdigit()]
-    return components[-2] if len(components) > 1 else ""
+    """``qkv`` of ``attention.qkv.weight`` and ``attention.qkv``, parametrized, or in an adapter."""
+    components = [c for c in info.name.split(".") if not (c.isdigit() or c in _ADAPTERS)]
+    if info.is_original or info.attribute in ("weight", "weight_v"):
+        components = [c for c in info.path if not (c.isdigit() or c in _ADAPTERS)]
+        return components[-1] if components else ""
+    return components[-1].removesuffix("_weight")
+
+
+# Components between a layer's name and its own weight, in adapters (PEFT).
+_ADAPTERS = {"base_layer", "original_module", "modules_to_save", "default"}
 
 
 def _qkv(
@@ -243,6 +250,10 @@ def _qkv(
         if "CodeGen" in classes and size and rows == 3 * heads * size:
             part = heads * size // _CODEGEN_SHARDS
             return f"({_CODEGEN_SHARDS} (q={part} + v={part} + k={part})) dim"
+        own = next(filter(None, (size_in(m, KEY_HEADS) for m in (info.module, *above))), None)
+        if own not in (None, heads) and size_of(HEAD_DIM) is None and not by_head:
+            unit, left = divmod(rows, heads + 2 * own)
+            return None if left else [heads * unit, own * unit, own * unit]
         for count in filter(None, (one, key_heads, heads)):
             if size and (heads + 2 * count) * size == rows and heads % count == 0:
                 if by_head and count > 1:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 from torch import nn
 
 from ..parameters.names import did_you_mean
-from ..parameters.replaced import remember_places
+from ..parameters.replaced import ModelNames
 from ..parameters.validation import warn
 from .assignment import AUTO, Assignment, assign
 from .decisions import (
@@ -75,7 +75,7 @@ def get_default_muon_param_groups(
             f"expert_keys={keys}; expert_keys=[] leaves them to AdamW without this warning"
         ]
     check_and_warn(model, decisions, expert_keys, adamw_keys, problems)
-    return groups_of(decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
+    return groups_of(model, decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
 
 
 def check_and_warn(
@@ -91,9 +91,8 @@ def check_and_warn(
         left_to_adamw: which parameters AdamW gets for lack of a word, and the word.
     """
     _check_not_flattened(model)
-    remember_places(model)
     names = [decision.name for decision in decisions]
-    problems = [f"left to AdamW: {problem}" for problem in left_to_adamw]
+    problems = [f"left to AdamW: {'; '.join(left_to_adamw)}"] if left_to_adamw else []
     for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
         for key in unmatched_keys(decisions, as_keys(keys)):
             instead = did_you_mean([key], names)
@@ -109,6 +108,7 @@ def check_and_warn(
 
 
 def groups_of(
+    model: nn.Module,
     decisions: Sequence[Decision],
     expert_keys: Optional[Sequence[str]],
     adamw_lr: Any,
@@ -118,15 +118,17 @@ def groups_of(
     """The groups of decisions; see `get_default_muon_param_groups`."""
     rate = {} if adamw_lr is None else {"lr": adamw_lr}
     groups: list[dict[str, Any]] = [
-        {"params": [], "names": [], "use_muon": True},
-        {"params": [], "names": [], "use_muon": False, **rate},
+        {"params": [], "names": ModelNames([], model), "use_muon": True},
+        {"params": [], "names": ModelNames([], model), "use_muon": False, **rate},
     ]
     if expert_keys is not None:
         groups[0]["expert_keys"] = list(expert_keys)
     if convolutions:
         groups[0]["flatten"] = True
     if not decay_vectors:
-        groups.append({**groups[1], "params": [], "names": [], "weight_decay": 0.0})
+        groups.append(
+            {**groups[1], "params": [], "names": ModelNames([], model), "weight_decay": 0.0}
+        )
     for decision in decisions:
         if decision.algorithm != "frozen":
             number = 0 if decision.algorithm == "Muon" else 1
@@ -165,7 +167,9 @@ def groups_for(
     keys = None if expert_keys == AUTO else expert_keys
     problems = [f"{what}: {_listed(made, what)}" for what in dict.fromkeys(_kinds(made))]
     check_and_warn(model, made.decisions, keys, adamw_keys, problems)
-    groups = groups_of(made.decisions, made.expert_keys, adamw_lr, decay_vectors, convolutions)
+    groups = groups_of(
+        model, made.decisions, made.expert_keys, adamw_lr, decay_vectors, convolutions
+    )
     return groups, made.split
 
 

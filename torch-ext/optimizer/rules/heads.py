@@ -13,7 +13,16 @@ from typing import Optional
 from torch import nn
 
 from ..parameters.names import normalize_name
-from .modules import Decision, ParamInfo, ParamInfos, component_of, configs_of, look_up, size_in
+from .modules import (
+    Decision,
+    ParamInfo,
+    ParamInfos,
+    component_of,
+    configs_of,
+    expert_key,
+    look_up,
+    size_in,
+)
 
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
@@ -78,7 +87,8 @@ def unnamed_heads(
     vocabularies, last = _vocabularies(model), last_matrix(model)
     is_all = sum(d.param.ndim > 1 for d in decisions if d.algorithm != "frozen") == 1
     follows_convolutions = [d.param.ndim for d in decisions].count(2) == 1 and any(
-        d.param.ndim > 3 for d in decisions
+        d.param.ndim > 3 and expert_key(model, infos[id(d.param)][0], d.param) is None
+        for d in decisions
     )
     reasons: dict[str, str] = {}
     for decision in muons:

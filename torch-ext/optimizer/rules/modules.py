@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..distributed import dtensors
-from ..parameters.names import normalize_name
+from ..parameters.names import is_wrapper, normalize_name
 
 # What models call their own configuration: transformers, torchtitan, others.
 _CONFIGS = ("config", "model_args", "args")
@@ -97,7 +97,11 @@ def infos_of(model: nn.Module) -> ParamInfos:
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         components = path.split(".") if path else []
-        paths = [".".join(components[:end]) for end in range(len(components) - 1, -1, -1)]
+        paths = [
+            ".".join(components[:end])
+            for end in range(len(components) - 1, -1, -1)
+            if not is_wrapper(components[: end + 1])  # names have none of these either
+        ]
         above = tuple(modules[outer] for outer in paths if outer in modules)
         for attribute, param in module._parameters.items():
             if param is None:
@@ -130,7 +134,7 @@ def look_up(model: nn.Module, info: ParamInfo, keys: Sequence[str]) -> Optional[
     around = (info.module, *info.above, model)
     sources = [config for module in around for config in configs_of(module)]
     if not _may_be_divided(info):
-        sources += info.above
+        sources += info.module, *info.above
     sizes = (size_in(source, keys) for source in sources)
     return next((size for size in sizes if size is not None), None)
 

@@ -10,6 +10,7 @@ from ...rules.decisions import (
     convolutions_of,
     is_left_by_dimensions,
     stacked_experts,
+    takes_expert_keys,
 )
 from .learning_rate import is_transformer
 from .remedy import Remedy, Trap
@@ -24,8 +25,9 @@ SHARE = 0.1
 def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     total = numel(subject.trainable)
     experts = stacked_experts(subject.model, subject.assignment.infos, subject.decisions)
-    if experts:
-        keys = advice.applied_to(subject.options).get("expert_keys") or ()
+    function = subject.is_muon_func
+    if experts and (function is None or takes_expert_keys(function)):
+        keys = subject.assignment.expert_keys or ()
         yield Trap(
             "experts",
             f"{counted(experts, 'tensor')} of stacked experts left to AdamW",

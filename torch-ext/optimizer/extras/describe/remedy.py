@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -174,11 +176,15 @@ def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
     return [*lines, f"    return {_name_of(function, 'is_muon')}(name, param{keys})"]
 
 
+_TAKEN = {"model", "optimizer", "optim", "torch"}
+
+
 def _name_of(function: Any, taken: str = "") -> str:
     if function is default_is_muon:
         return "optimizer.default_is_muon"
     name = getattr(function, "__name__", "")
-    is_usable = name.isidentifier() and not keyword.iskeyword(name) and name != taken
+    is_usable = name.isidentifier() and not keyword.iskeyword(name) and name not in _TAKEN
+    is_usable = is_usable and name != taken and not inspect.ismethod(function)
     return name if is_usable else "is_muon_func"
 
 
@@ -210,7 +216,9 @@ def literal(value: Any, width: int = WIDTH) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
-        return number(value)
+        return number(float(value))
+    if type(value).__module__ == "numpy" and isinstance(value, Integral):
+        return repr(int(value))
     if not isinstance(value, (list, tuple, dict)):
         return repr(value)
     items = [literal(item) for item in value]
@@ -225,7 +233,7 @@ def literal(value: Any, width: int = WIDTH) -> str:
 
 def number(value: float) -> str:
     """1e-3 rather than 0.001, 0.02 rather than 2e-2."""
-    if value and abs(value) < 0.0099:
-        mantissa, exponent = f"{value:e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return repr(value)
+    mantissa, exponent = f"{value:e}".split("e")
+    short = f"{float(mantissa):g}e{int(exponent)}"
+    is_same = value and abs(value) < 0.0099 and float(short) == value
+    return short if is_same else repr(value)

@@ -104,13 +104,16 @@ def lines_of(trap: Trap, prefix: str) -> list[str]:
 
 def describe(
     model: nn.Module,
-    is_muon_func: Callable[..., bool] = default_is_muon,
-    expert_keys: ExpertKeys = AUTO,
-    adamw_keys: ExpertKeys = None,
+    lr: Any = None,
     adamw_lr: Any = None,
-    decay_vectors: bool = True,
-    convolutions: bool = False,
+    weight_decay: Any = None,
+    *,
+    expert_keys: ExpertKeys = AUTO,
     split: Any = AUTO,
+    convolutions: bool = False,
+    is_muon_func: Callable[..., bool] = default_is_muon,
+    adamw_keys: ExpertKeys = None,
+    decay_vectors: bool = True,
     **options: Any,
 ) -> Description:
     """Which parameters of a model go where and why, which traps there are, and the code to write.
@@ -133,9 +136,8 @@ def describe(
 
     Args:
         model: the model, as it will be trained: sharded and wrapped already.
-        is_muon_func, expert_keys, adamw_keys, adamw_lr, decay_vectors, convolutions, split: as
-            `Muon.for_model` takes them.
-        options: as `Muon` takes them: ``lr``, ``adjust_lr``, ``process_group``, …
+        lr, adamw_lr, weight_decay, expert_keys, split, convolutions, is_muon_func, adamw_keys,
+            decay_vectors, options: as `Muon.for_model` takes them; None is not given.
 
     Raises:
         ValueError: no model, parameters without a shape yet, options that Muon would refuse.
@@ -147,6 +149,10 @@ def describe(
         >>> [row["name"] for row in description.rows if row["algorithm"] == "Muon"]
         >>> assert not description.warnings
     """
+    given_rates = {"lr": lr, "weight_decay": weight_decay}
+    options = {**{k: v for k, v in given_rates.items() if v is not None}, **options}
+    if adamw_lr is not None:
+        GROUP_OPTIONS["lr"].check("adamw_lr", adamw_lr)
     is_found = split == AUTO
     _check({**options, **({} if is_found else {"split": split})})
     assignment = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split)

@@ -145,17 +145,26 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             + did_you_mean(unmatched, names_of(subject.decisions)),
             Remedy({"expert_keys": rest or None}, wording=f"leave out {literal(unmatched)}"),
         )
+    names = names_of(subject.decisions)
+    for key in unmatched_keys(subject.decisions, subject.options.get("adamw_keys")):
+        yield Trap(
+            "adamw_keys",
+            f"adamw_keys {literal([key])} match no parameter",
+            (),
+            f"a key is a whole component of names{did_you_mean([key], names)}",
+            Remedy({"adamw_keys": None}, wording=f"leave out {literal([key])}"),
+        )
     split = subject.options.get("split")
-    names = [decision.key for decision in subject.by_algorithm("Muon")]
+    muons = [decision.key for decision in subject.by_algorithm("Muon")]
     patterns = split if isinstance(split, Mapping) else {}
-    unmatched = [p for p in patterns if not any(matches(name, p) for name in names)]
+    unmatched = [p for p in patterns if not any(matches(name, p) for name in muons)]
     if unmatched:
         yield Trap(
             "split",
             f"split patterns {literal(unmatched)} match no matrix of Muon's",
             (),
             "a pattern is a whole component of names, or a shell-style pattern of whole names"
-            + did_you_mean(unmatched, names),
+            + did_you_mean(unmatched, muons),
             Remedy(
                 {"split": {p: patterns[p] for p in patterns if p not in unmatched} or None},
                 wording=f"leave out {literal(unmatched)}",
