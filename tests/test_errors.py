@@ -105,7 +105,7 @@ def model() -> nn.Module:
     ],
 )
 def test_what_is_no_list_of_groups_is_told_what_to_write(params):
-    assert_raises(lambda: Muon(params()), "use_muon", r"get_default_muon_param_groups\(model\)")
+    assert_raises(lambda: Muon(params()), "use_muon", r"Muon\.for_model\(model")
 
 
 def test_no_groups_at_all_are_refused():

@@ -443,8 +443,8 @@ def _findings(
     if not names:
         to_adamw = f": {_some(left_to_adamw)} went to AdamW" if left_to_adamw else ""
         yield (
-            f"no matrix was orthogonalized{to_adamw}. Make groups with "
-            "get_default_muon_param_groups(model); describe(model) says why"
+            f"no matrix was orthogonalized{to_adamw}. Make the optimizer by Muon.for_model; "
+            "describe(model) says why"
         )
         return
     if left_to_adamw:
@@ -540,7 +540,7 @@ class _Check(NamedTuple):
     in_all: bool = True
 
 
-_TO_ADAMW = "AdamW trains these better: name them in adamw_keys of get_default_muon_param_groups"
+_TO_ADAMW = "AdamW trains these better: name them in adamw_keys of Muon.for_model"
 
 
 def _is_sparse(row: Mapping[str, Any]) -> bool:

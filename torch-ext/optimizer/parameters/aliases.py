@@ -50,7 +50,7 @@ ALIASES: dict[Any, tuple[Optional[str], str]] = {
     "learning_rate": ("lr", ""),
     "adamw_lr": (
         "lr",
-        "in the group with use_muon=False, as get_default_muon_param_groups(adamw_lr=…) does",
+        "in the group with use_muon=False, as Muon.for_model(model, lr, adamw_lr=…) does",
     ),
     "muon_lr": ("lr", "in the group with use_muon=True"),
 }

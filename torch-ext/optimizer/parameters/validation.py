@@ -26,9 +26,9 @@ from .names import counted, did_you_mean, matches
 from .options import Group, Settings
 
 _WRITE_THIS = (
-    "Muon takes a list of parameter groups that say use_muon, for example "
-    'Muon(optimizer.get_default_muon_param_groups(model)), or Muon([{"params": matrices, '
-    '"use_muon": True}, {"params": others, "use_muon": False}])'
+    "Muon takes a list of parameter groups that say use_muon: Muon.for_model(model, lr=…) makes "
+    'them, or write Muon([{"params": matrices, "use_muon": True}, {"params": others, '
+    '"use_muon": False}])'
 )
 
 

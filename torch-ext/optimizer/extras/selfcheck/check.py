@@ -124,7 +124,7 @@ def selfcheck(
         ...     for layer in model.layers:
         ...         fully_shard(layer)
         ...     fully_shard(model)
-        ...     return model, optimizer.Muon(optimizer.get_default_muon_param_groups(model))
+        ...     return model, optimizer.Muon.for_model(model, lr=1e-3)
         >>> if __name__ == "__main__":
         ...     report = optimizer.selfcheck(model_fn, layout_fn, ranks=2)
         ...     print(report)
