@@ -52,7 +52,7 @@ print(*(name.removeprefix(prefix) for name in sys.modules if name.startswith(pre
 def test_no_convenience_is_loaded_by_training():
     run = [sys.executable, "-W", "ignore", "-c", STEPS]
     loaded = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
-    assert {"muon", "pipeline", "qk_clip.clip", "cpu_offload.offload"} <= set(loaded)
+    assert {"muon", "pipeline", "qk_clip.clip", "cpu_offload.placement"} <= set(loaded)
     assert [name for name in loaded if name.split(".")[0] in CONVENIENCES] == []
 
 

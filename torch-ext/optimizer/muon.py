@@ -43,10 +43,10 @@ from .state.specs import check_state
 from .state.stateful import Stateful, through_wrappers
 from .state.store import StateStore
 from .step.binding import Bound
+from .step.context import Step, has_nonzero_gradient, is_zero_rate
 from .step.grad_scaler import Scaling, scaler_agrees
 from .step.notes import replica_difference, take_notes
 from .step.progress import Progress
-from .step.step import Step, has_nonzero_gradient, is_zero_rate
 from .step.warm_up import warm_up
 
 if TYPE_CHECKING:

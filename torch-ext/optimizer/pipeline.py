@@ -31,7 +31,7 @@ from .async_utils import Do, Event
 from .distributed.exchange import Exchange
 from .newton_schulz.iteration import Eps, orthogonalize
 from .step.binding import Pieces
-from .step.step import Bring, Step
+from .step.context import Bring, Step
 
 
 def run(step: Step) -> None:

@@ -16,7 +16,7 @@ from .distributed import dtensors
 from .distributed.plan import ranks_sort_key
 from .newton_schulz.iteration import Eps, orthogonalize
 from .parameters.options import Group
-from .step.step import Step
+from .step.context import Step
 
 # Options of groups that this path knows one value of.
 ONLY = {"beta2": None, "weight_rounding": "nearest", "capturable": False}

@@ -31,7 +31,7 @@ from ..parameters.names import has_component
 from ..parameters.options import Group
 from ..rules.decisions import default_is_muon
 from ..step.binding import Pieces
-from ..step.step import Step
+from ..step.context import Step
 from ..weight_rounding import RoundedBy, widen
 from .summary import likely_embeddings
 

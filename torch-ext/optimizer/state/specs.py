@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import regions
-from ..cpu_offload.offload import KEYS
+from ..cpu_offload.placement import KEYS
 from ..distributed import dtensors
 from ..distributed.plan import Entry
 from ..distributed.replicas import is_divided

@@ -17,7 +17,7 @@ from ..distributed.plan import Entry
 from ..parameters.options import GROUP_OPTIONS, SETTINGS, Group, Settings
 from ..parameters.survey import Survey
 from ..state.specs import divided_rows
-from .step import Step
+from .context import Step
 
 
 def take_notes(

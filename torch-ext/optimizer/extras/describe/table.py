@@ -32,11 +32,6 @@ def fold(names: Iterable[str]) -> list[str]:
     return [_folded(_INDEX, together) for together in alike.values()]
 
 
-def glob(names: Iterable[str]) -> list[str]:
-    """Shell-style patterns for what `fold` makes one name of: ``layers.*.wq.weight``."""
-    return [re.sub(r"\{[^}]*\}", "*", folded) for folded in fold(names)]
-
-
 def _without(numbers: re.Pattern[str], name: str) -> tuple[str, ...]:
     """What is between the numbers of a name."""
     return tuple(numbers.split(name)[::2])
