@@ -1,5 +1,5 @@
 """Other optimizers as they keep and save state, written from their formulas, in the parameters'
-dtype throughout: torch's, Motif's, Moonlight's, nanochat's and Keller Jordan's.
+dtype throughout: torch's, Motif's, Moonlight's, nanochat's and Keller Jordan's of two releases.
 
 Those of several ranks exchange what they exchange with the default process group.
 """
@@ -160,6 +160,28 @@ class KellerJordan(Source):
                 p.copy_(p * (1 - lr * decay) - lr * scale * U)
             if self.distributed:
                 dist.broadcast(p, owner)
+
+
+class KellerJordanBySize(Source):
+    """Earlier: a group for each number of elements, with a buffer; no decay."""
+
+    def __init__(self, params, lr=0.02, momentum=0.95):
+        params, groups = list(params), []
+        for size in {p.numel() for p in params}:
+            b = torch.empty(dist.get_world_size(), size, dtype=torch.bfloat16)
+            views = [b[i] for i in range(len(b))]
+            chosen = [p for p in params if p.numel() == size]
+            groups.append(dict(params=chosen, update_buffer=b, update_buffer_views=views))
+        super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=True, ns_steps=5))
+
+    def step_group(self, group):
+        for index, p in enumerate(group["params"]):
+            owner = index % dist.get_world_size()
+            if owner == dist.get_rank():
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                U = orthogonalize(averaged(p.grad, buffer, group["momentum"]), "quintic")
+                p.sub_(group["lr"] * max(1, p.shape[-2] / p.shape[-1]) ** 0.5 * U)
+            dist.broadcast(p, owner)
 
 
 class Nanochat(Source):

@@ -261,6 +261,13 @@ DISTRIBUTED = {
         our_keller_jordans_matrices,
         ranks=RANKS,
     ),
+    "keller_jordan, by number of elements": Case(
+        "keller_jordan",
+        lambda muon, others: [sources.KellerJordanBySize(muon, lr=0.03), adamw_of(others)],
+        of_two,
+        our_keller_jordans_matrices,
+        ranks=RANKS,
+    ),
 }
 
 
@@ -941,6 +948,7 @@ FAULTS_OF_RANKS = [
     ("keller_jordan", lambda states: states[0], COMPLETE),
     ("keller_jordan", lambda states: states[::-1], COMPLETE),
     ("keller_jordan", mixed(stepped_twice, 1), "on different ranks"),
+    ("keller_jordan, by number of elements", mixed(drop_a_parameter), "has groups of"),
 ]
 
 

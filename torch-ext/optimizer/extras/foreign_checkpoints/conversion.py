@@ -59,14 +59,15 @@ def to_state_dict(
     of_groups = targets_of(groups, names)
     targets = list(itertools.chain.from_iterable(of_groups))
     ordered = None if params is None else targets_in_order(params, targets)
-    as_in_source = of_groups
+    as_in_source, match = of_groups, match_groups
     if kind == "llamafactory":  # which has one group
         as_in_source = [targets]
     elif kind == "keller_jordan":
         as_in_source = keller_jordan.merge_convolutions(groups, of_groups)
+        match = keller_jordan.match
     saved_states: list[SavedState] = []
     for source in sources:
-        saved_states += _READERS[kind](source, match_groups(source, as_in_source, ordered))
+        saved_states += _READERS[kind](source, match(source, as_in_source, ordered))
     _warn_of_amsgrad(sources)
     by_target = _by_target(saved_states, kind)
     _check_complete(by_target, targets, sources, omitted)

@@ -3,18 +3,21 @@
 A rank updates the parameters of a group at positions rank, rank + world size, … AdamW's state,
 where there is any, is the same on all ranks. ``Muon`` and ``MuonWithAuxAdam`` have the parameters
 of a group by size, largest first, equal ones in order; ``SingleDeviceMuon`` and
-``SingleDeviceMuonWithAuxAdam`` as given.
+``SingleDeviceMuonWithAuxAdam`` as given. ``Muon`` of an earlier release has a group for each number
+of elements, of the parameters as given, with an ``update_buffer`` (world size, that number).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Optional
 
 from torch import Tensor
 
 from ...parameters.options import Group
-from .matching import SavedState, Shape, TargetParam, Targets, check_names
+from .matching import SavedState, Shape, TargetParam, Targets, check_names, match_groups
 from .per_parameter import read_param
 from .sources import SavedGroup, SourceOptimizer
 
@@ -32,6 +35,35 @@ def merge_convolutions(groups: Sequence[Group], targets: Targets) -> list[list[T
             merged.append(list(of_group))
         follows_muon = group.use_muon
     return merged
+
+
+def match(
+    source: SourceOptimizer, groups: Targets, params: Optional[Sequence[TargetParam]]
+) -> list[list[TargetParam]]:
+    """As `match_groups`; by number of elements where groups have an ``update_buffer``.
+
+    Raises:
+        ValueError: the checkpoint's groups have other sizes.
+    """
+    buffers = [group.options.get("update_buffer") for group in source.groups]
+    if all(buffer is None for buffer in buffers):
+        return match_groups(source, groups, params)
+    given = list(itertools.chain.from_iterable(groups)) if params is None else params
+    rest = [target for target in given if source.use_muon in (None, target.use_muon)]
+    matched: list[list[TargetParam]] = []
+    for number, (group, buffer) in enumerate(zip(source.groups, buffers)):
+        numel = buffer.shape[1] if isinstance(buffer, Tensor) and buffer.ndim == 2 else -1
+        matched.append([target for target in rest if math.prod(target.shape or ()) == numel])
+        if len(matched[-1]) != len(group.ids):
+            raise ValueError(
+                f"group {number} of {source.where} has {len(group.ids)} parameters of {numel} "
+                f"elements, where this optimizer has {len(matched[-1])}: give the same ones, or "
+                "params=, the parameters in the order in which the other optimizer was given them"
+            )
+        rest = [target for target in rest if target not in matched[-1]]
+    if rest:
+        raise ValueError(f"{source.where} has no parameter of the size of {rest[0].name}")
+    return matched
 
 
 def read(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
@@ -60,7 +92,9 @@ def _updating_rank(source: SourceOptimizer, group: SavedGroup, index: int) -> in
     """The rank that has the momentum of a parameter; ranks take those of a group in turns."""
     world, states = len(source.states), source.param_states(group, index)
     ranks = [rank for rank in range(world) if states[rank].get("momentum_buffer") is not None]
-    if ranks != [index % world] and not source.is_fresh:
+    buffer = group.options.get("update_buffer")
+    is_whole = not isinstance(buffer, Tensor) or len(buffer) == world
+    if not is_whole or (ranks != [index % world] and not source.is_fresh):
         raise ValueError(
             f"the momentum of {source.label(group, index)} should be in the state dict of "
             f"rank {index % world} of {world} alone, but is in those of {ranks or 'none'}: give "
