@@ -74,8 +74,9 @@ class Muon(Stateful):
     AdamW's learning rate to try. Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does
     not depend on the scale of gradients.
 
-    docs/options.md says what each argument does and may be; defaults suit most trainings. All but
-    those that it lists under "For all groups" may be keys of a group, too.
+    `Muon.for_model` makes the groups of a model, too. docs/options.md says what each argument does
+    and may be; defaults suit most trainings. All but those that it lists under "For all groups" may
+    be keys of a group.
 
     Args:
         params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
