@@ -28,7 +28,9 @@ def transformer(layers: int, dim: int, ffn: int) -> list[torch.nn.Parameter]:
 
 
 def make(params, **options):
-    return optimizer.Muon([{"params": params, "use_muon": True, "none_grad": False}], **options)
+    return optimizer.Muon(
+        [{"params": params, "use_muon": True, "none_grad": False}], **as_arguments(options)
+    )
 
 
 def bytes_between_replicas(replicas: int, shards: int, hsdp: str) -> float:

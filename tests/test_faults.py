@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from kernel import optimizer
 from layouts import (
     EXACT,
+    FP32,
     Group,
     Twins,
     Weight,
@@ -546,7 +547,7 @@ def resume_with_other_options(layout: str) -> None:
                 for group, names in zip(twins.ours.param_groups, twins.ours.names)
             ]
             own = {key: value} if dist.get_rank() == faulty else {}
-            resumed = build(groups, **{**EXACT, **own})
+            resumed = build(groups, **{**FP32, **own})
             resumed.load_state_dict(twins.ours.state_dict())
             before = [
                 Before.of(optim, [p for _, p, _ in twins.pairs]) for optim in (twins.ours, resumed)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from comparisons import assert_equal
-from kernel import optimizer
+from kernel import as_arguments, optimizer
 from layouts import case, set_gradients
 from wrong_input import BAD_VALUES
 
@@ -44,14 +44,14 @@ class Muon(optimizer.Muon):
     """Takes what torch's tests pass: tensors, pairs, or groups that do not say ``use_muon``."""
 
     def __init__(self, params: Any, **options: Any):
-        super().__init__(list(groups_of(params, lambda p: p.ndim == 2)), **options)
+        super().__init__(list(groups_of(params, lambda p: p.ndim == 2)), **as_arguments(options))
 
 
 class AdamW(optimizer.Muon):
     """The same, all of it in groups for AdamW."""
 
     def __init__(self, params: Any, **options: Any):
-        super().__init__(list(groups_of(params, lambda p: False)), **options)
+        super().__init__(list(groups_of(params, lambda p: False)), **as_arguments(options))
 
 
 def groups_of(params: Any, is_muon: Callable[[torch.Tensor], bool]) -> Iterator[dict[str, Any]]:
@@ -199,9 +199,9 @@ def test_what_is_wrong_raises_when_torchs_tests_want_it():
         with case(given.error_regex):
             if given.error_on is suite().OptimizerErrorEnum.CONSTRUCTION_ERROR:
                 with pytest.raises(given.error_type, match=given.error_regex):
-                    optimizer.Muon(params, **kwargs)
+                    optimizer.Muon(params, **as_arguments(kwargs))
             else:
-                optim = optimizer.Muon(params, **kwargs)
+                optim = optimizer.Muon(params, **as_arguments(kwargs))
                 with pytest.raises(given.error_type, match=given.error_regex):
                     optim.step()
 

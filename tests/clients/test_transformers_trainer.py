@@ -92,7 +92,7 @@ def test_qk_clip_by_a_recorder_equals_a_plain_loop(tmp_path):
 def test_the_groups_that_trainer_makes_by_itself_raise_and_say_what_to_write(tmp_path):
     trainer = make_trainer(str(tmp_path), gives_class=True, **ARGUMENTS)
     del trainer.optimizer_cls_and_kwargs[1]["params"]
-    with pytest.raises(ValueError, match="get_default_muon_param_groups"):
+    with pytest.raises(ValueError, match=r"Muon\.for_model"):
         trainer.train()
 
 
