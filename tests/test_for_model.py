@@ -189,6 +189,16 @@ def test_vectors_and_convolutions_of_experts_are_no_stacks():
     assert not {"experts.b1", "experts.conv.weight"} & set(names)
 
 
+def test_what_is_frozen_beside_experts_is_in_no_group():
+    def layer():
+        frozen = weights(4, 32).requires_grad_(False)
+        experts = module(w1=weights(4, 16, 32), scales=frozen)
+        return module(experts=experts, a=nn.Linear(16, 16))
+
+    names = optimizer.Muon.for_model(two(layer), lr=1e-3).names
+    assert not any("scales" in name for group in names for name in group)
+
+
 def test_experts_are_found_for_a_rule_of_ones_own_too():
     def layer():
         return module(experts=module(w=weights(4, 16, 16)), a=nn.Linear(16, 16))

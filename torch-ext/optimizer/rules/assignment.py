@@ -148,7 +148,7 @@ def _fused(
         if fused is not None and fused.split is not None:
             found[decision.key] = fused
         elif fused is not None:
-            write = f'split={{"{component_of(decision.name)}": {fused.hint}}}'
             what = f"{fused.holds} in one tensor, of unknown sizes"
+            write = fused.argument(decision.name)
             unknown.append(Undecided("fused", decision.name, what, write))
     return found, unknown

@@ -17,7 +17,14 @@ from ..parameters.names import (
     state_dict_key,
 )
 from .heads import hidden_layers, unnamed_heads
-from .modules import Decision, ParamInfos, expert_key, infos_of, unsharded_ids
+from .modules import (
+    Decision,
+    ParamInfos,
+    expert_key,
+    infos_of,
+    owning_components,
+    unsharded_ids,
+)
 
 ExpertKeys = Union[str, Sequence[str], None]
 
@@ -53,9 +60,6 @@ _TABLES |= {"prompts", "queries", "query", "table", "token", "tokens"}
 ELEMENTWISE = frozenset({"A_log", "D", "alpha", "gamma", "scale"})
 _ADAPTERS_ELEMENTWISE = "oft_R"  # PEFT: halves of skew matrices, called oft_R.<adapter>.weight
 
-# Name components between a layer and its own weight; the first two are of adapters (PEFT).
-_INNER_WRAPPERS = frozenset({"base_layer", "original_module", "module"})
-
 # How some reasons begin or end; other modules recognize these reasons by it.
 BY_NAME = "embedding or head by name"
 DIMENSIONS = "dimensions"
@@ -89,7 +93,7 @@ def _judge(
     """Whether the parameter is Muon's, and why."""
     if param.ndim < 2:
         return False, "vector" if param.ndim else "scalar"
-    components = ["", *_owning_components(name)]
+    components = ["", *owning_components(name)]
     module, attribute = components[-2:]
     words = set(attribute.split("_"))
     if words & {"bias", "biases"}:  # (experts, out) look like a matrix
@@ -117,22 +121,6 @@ def _judge(
     if has_component(name, expert_keys):
         return True, "stacked experts"
     return False, f"{param.ndim} {DIMENSIONS}"
-
-
-def _owning_components(name: str) -> list[str]:
-    """The name's components that tell what the parameter is: ``[…, "wq", "weight"]``.
-
-    ``lm_head.0.weight``, ``lm_head.parametrizations.weight.original0`` and
-    ``lm_head.modules_to_save.default.weight`` all are ``lm_head``'s ``weight``.
-    """
-    components = normalize_name(name).split(".")
-    if "parametrizations" in components[:-1]:
-        index = components.index("parametrizations")
-        components = [*components[:index], components[index + 1]]
-    if "modules_to_save" in components[:-2]:  # PEFT: followed by the adapter's name
-        index = components.index("modules_to_save")
-        components = [*components[:index], *components[index + 2 :]]
-    return [c for c in components if not c.isdigit() and c not in _INNER_WRAPPERS] or [""]
 
 
 def decide(
@@ -209,7 +197,7 @@ def _no_experts(infos: ParamInfos, decisions: Sequence[Decision]) -> dict[str, s
     """What experts hold that is no stack of matrices, and why, by name: convolutions, and vectors
     of all experts, beside stacks of as many."""
     reasons = {}
-    for decision in decisions:
+    for decision in (d for d in decisions if d.algorithm == "Muon"):
         info, param = infos[id(decision.param)][0], decision.param
         if decision.reason == "stacked experts" and info.is_convolution:
             reasons[decision.name] = f"{param.ndim} {DIMENSIONS}"

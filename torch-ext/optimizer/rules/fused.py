@@ -16,7 +16,15 @@ from typing import Any, Optional, Union
 from torch import Tensor, nn
 
 from ..parameters.names import matches
-from .modules import ParamInfo, class_names, look_up, read, size_in
+from .modules import (
+    ParamInfo,
+    class_names,
+    component_of,
+    look_up,
+    owning_components,
+    read,
+    size_in,
+)
 
 # Finds a size that modules or configurations call by one of some keys.
 SizeOf = Callable[[Sequence[str]], Optional[int]]
@@ -71,6 +79,10 @@ class Fused:
     holds: str
     split: Union[int, Sequence[int], str, None] = None
     hint: str = "[rows of the first, of the second, …]"
+
+    def argument(self, name: str) -> str:
+        """The argument of `Muon.for_model`, to fill in, that would part the weight of that name."""
+        return f'split={{"{component_of(name)}": {self.hint}}}'
 
 
 def split_patterns(split: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
@@ -223,15 +235,8 @@ def _state_space(rows: int, info: ParamInfo) -> Optional[Fused]:
 
 def _weight_name(info: ParamInfo) -> str:
     """``qkv`` of ``attention.qkv.weight`` and ``attention.qkv``, parametrized, or in an adapter."""
-    components = [c for c in info.name.split(".") if not (c.isdigit() or c in _ADAPTERS)]
-    if info.is_original or info.attribute in ("weight", "weight_v"):
-        components = [c for c in info.path if not (c.isdigit() or c in _ADAPTERS)]
-        return components[-1] if components else ""
-    return components[-1].removesuffix("_weight")
-
-
-# Components between a layer's name and its own weight, in adapters (PEFT).
-_ADAPTERS = {"base_layer", "original_module", "modules_to_save", "default"}
+    *_, layer, attribute = ["", *owning_components(info.name)]
+    return layer if attribute in ("weight", "weight_v") else attribute.removesuffix("_weight")
 
 
 def _qkv(

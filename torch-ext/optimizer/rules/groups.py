@@ -165,16 +165,14 @@ def groups_for(
     """The groups of `Muon.for_model`, and its ``split``; warns once of what nothing tells."""
     made = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split)
     keys = None if expert_keys == AUTO else expert_keys
-    problems = [f"{what}: {_listed(made, what)}" for what in dict.fromkeys(_kinds(made))]
+    problems = [
+        f"{what}: {_listed(made, what)}" for what in dict.fromkeys(e.what for e in made.undecided)
+    ]
     check_and_warn(model, made.decisions, keys, adamw_keys, problems)
     groups = groups_of(
         model, made.decisions, made.expert_keys, adamw_lr, decay_vectors, convolutions
     )
     return groups, made.split
-
-
-def _kinds(made: Assignment) -> list[str]:
-    return [each.what for each in made.undecided]
 
 
 def _listed(made: Assignment, what: str) -> str:

@@ -22,6 +22,10 @@ _CONFIGS = ("config", "model_args", "args")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
 
 
+# Name components between a layer and its own weight; the first two are of adapters (PEFT).
+_INNER_WRAPPERS = frozenset({"base_layer", "original_module", "module"})
+
+
 @dataclass(frozen=True)
 class ParamInfo:
     """One of the places where a model registers a parameter.
@@ -195,6 +199,22 @@ def expert_key(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[str
         named = [c for c in components if not c.isdigit() and c != "weight"]
         return named[-1] if named else None
     return None
+
+
+def owning_components(name: str) -> list[str]:
+    """The name's components that tell what the parameter is: ``[…, "wq", "weight"]``.
+
+    ``lm_head.0.weight``, ``lm_head.parametrizations.weight.original0`` and
+    ``lm_head.modules_to_save.default.weight`` all are ``lm_head``'s ``weight``.
+    """
+    components = normalize_name(name).split(".")
+    if "parametrizations" in components[:-1]:
+        index = components.index("parametrizations")
+        components = [*components[:index], components[index + 1]]
+    if "modules_to_save" in components[:-2]:  # PEFT: followed by the adapter's name
+        index = components.index("modules_to_save")
+        components = [*components[:index], *components[index + 2 :]]
+    return [c for c in components if not c.isdigit() and c not in _INNER_WRAPPERS] or [""]
 
 
 def component_of(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -127,7 +126,7 @@ def _replicas(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             f"{averages} A model that is to be sharded",
             "# (fully_shard) or wrapped in DDP has to be so before the groups are made.",
         )
-    remedy = Remedy(options, header=header, wording="")
+    remedy = Remedy(options, header=header)
     yield Trap("replicas", what, names_of(muons), why, remedy)
 
 
@@ -260,9 +259,9 @@ def _whole(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     ).items():
         first = fused[names[0]]
         if first.split is None:
-            write = f'split={{"{component_of(names[0])}": {first.hint}}}'
-            remedy = Remedy(comments=(f"# {write} tells the {holds} of {names[0]} apart.",))
-            remedy = dataclasses.replace(remedy, wording=write)
+            write = first.argument(names[0])
+            comment = f"# {write} tells the {holds} of {names[0]} apart."
+            remedy = Remedy(comments=(comment,), wording=write)
         else:
             patterns = split_patterns(dict.fromkeys(names, first.split), names_of(muons))
             remedy = Remedy({"split": {**given, **patterns}})
