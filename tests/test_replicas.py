@@ -803,6 +803,7 @@ def reach_through_a_wrapper() -> None:
         set_gradients([param], 0)
         wrapper.step()
     assert len(audit.report().steps) == 1
+    assert wrapper.metrics() == optim.metrics() != {}
     wrapper.turn_on_cpu_offload()
     assert optim.cpu_offload
     saved = copy.deepcopy(wrapper.state_dict())

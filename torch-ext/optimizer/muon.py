@@ -221,6 +221,7 @@ class Muon(Stateful):
         self._compared = False  # whether replicas have compared their weights and gradients
         self._warmed_up: Optional[Plan] = None  # the plan whose kernels were compiled last
         self._warned = False  # of a step that trains nothing
+        self._warned_of_rows = False
         self._checked: list[dict[str, Any]] = []  # groups at their last check
         self._checked_settings: object = None
         self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # plan and schedule of the step

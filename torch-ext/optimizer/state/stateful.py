@@ -55,9 +55,9 @@ class Stateful(torch.optim.Optimizer):
     _agreement: agreement.Agreement
     _registration: agreement.Registration
     _names: list[Optional[list[str]]]  # by group
-    _audit: Any = None
-    _load: object = None  # tells the last load from earlier ones
-    _warned_of_rows = False  # of a state dict with only this rank's rows
+    _audit: Any
+    _load: object  # tells the last load from earlier ones
+    _warned_of_rows: bool  # of a state dict with only this rank's rows
 
     def _take_survey(self, groups: list[Group]) -> Survey:
         raise NotImplementedError
