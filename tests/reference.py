@@ -183,6 +183,8 @@ def update_scale(rows: int, cols: int, adjust_lr="match_rms_adamw") -> float:
     arXiv 2310.17813); none: 1."""
     if adjust_lr == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
+    if isinstance(adjust_lr, float):
+        return adjust_lr * math.sqrt(max(rows, cols))
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / cols)) if cols else 1.0
     if adjust_lr == "spectral":

@@ -40,7 +40,7 @@ MUON_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "ns_coefficients": st.sampled_from(FAMILIES),
     "weight_decay": st.sampled_from([0.1, 0.0]),
     "none_grad": st.booleans(),
-    "adjust_lr": st.sampled_from(["match_rms_adamw", "original", "none"]),
+    "adjust_lr": st.sampled_from(["match_rms_adamw", "original", "none", 0.18]),
     "momentum_style": st.sampled_from(["classical", "ema"]),
     "ns_algorithm": st.sampled_from(["auto", "standard", "gram"]),
     "ns_eps": st.sampled_from([1e-7, 1e-3]),

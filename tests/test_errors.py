@@ -745,6 +745,8 @@ BAD_CHECKPOINTS = {
             ("adamw_betas", (0.9, 1.0), 3),
             ("adamw_eps", "small", 3),
             ("adjust_lr", "rms", 2),
+            ("adjust_lr", 0.0, 2),
+            ("adjust_lr", True, 2),
             ("ns_steps", 0, 2),
             ("ns_coefficients", "newton", 2),
             ("ns_coefficients", [(2.0, -1.5, 0.5)], 2),

@@ -114,6 +114,7 @@ def test_classical_momentum_is_sgds():
 def test_scales_by_hand():
     assert ref.update_scale(16, 64) == ref.update_scale(64, 16) == 0.2 * 8
     assert ref.update_scale(64, 16, "original") == 2
+    assert ref.update_scale(64, 16, 0.25) == 2
     assert ref.update_scale(16, 64, "original") == ref.update_scale(16, 64, "none") == 1
     assert ref.update_scale(5, 0, "original") == 1
 

@@ -183,7 +183,7 @@ def test_momentum_styles_give_the_references_numbers(style, nesterov, dtype):
 
 @PRECISIONS
 @pytest.mark.parametrize("decay_lr", ["base", "adjusted"])
-@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original", "spectral", "none"])
+@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original", "spectral", "none", 0.18])
 def test_scales_give_the_references_numbers(adjust_lr, decay_lr, dtype):
     follow(SHAPES, dict(adjust_lr=adjust_lr, decay_lr=decay_lr, weight_decay=1.0), dtype=dtype)
 

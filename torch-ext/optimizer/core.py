@@ -20,18 +20,20 @@ from .weight_rounding import RoundedBy, round_into, widen
 Number = Union[float, Tensor]
 
 
-def update_scale(rows: int, cols: int, adjust_lr: str) -> float:
+def update_scale(rows: int, cols: int, adjust_lr: Union[str, float]) -> float:
     """The factor that an orthogonalized update is multiplied with.
 
-    ``match_rms_adamw``: 0.2·sqrt(max(rows, cols)), which gives the update the RMS of AdamW's (Liu
-    et al. 2025, arXiv:2502.16982, section 2.2). ``original``: sqrt(max(1, rows/cols)) (Jordan et
+    A number r: r·sqrt(max(rows, cols)), which gives the update the root mean square r.
+    ``match_rms_adamw``: r = 0.2, that of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+    ``original``: sqrt(max(1, rows/cols)) (Jordan et
     al. 2024). ``spectral``: sqrt(rows/cols), which makes the RMS → RMS operator norm 1 (Yang et al.
     2023, arXiv:2310.17813, condition 1). ``none``: 1.
     """
     if rows == 0 or cols == 0 or adjust_lr == "none":
         return 1.0
-    if adjust_lr == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
+    rms = 0.2 if adjust_lr == "match_rms_adamw" else adjust_lr
+    if not isinstance(rms, str):
+        return rms * math.sqrt(max(rows, cols))
     least = 0.0 if adjust_lr == "spectral" else 1.0
     return math.sqrt(max(least, rows / cols))
 

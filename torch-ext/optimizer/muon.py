@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class Muon(Stateful):
         use_distributed_muon: bool = False,
         expert_keys: Optional[Sequence[str]] = None,
         *,
-        adjust_lr: str = "match_rms_adamw",
+        adjust_lr: Union[str, float] = "match_rms_adamw",
         momentum_style: str = "classical",
         ns_coefficients: newton_schulz.Coefficients = "polar_express",
         ns_dtype: Optional[torch.dtype] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 
@@ -49,7 +49,7 @@ class Entry:
     second_moment: bool = False
     momentum_sharding: Optional[Sharding] = None
     spread: bool = False
-    adjust_lr: str = "none"
+    adjust_lr: Union[str, float] = "none"
 
     @property
     def opmath(self) -> torch.dtype:

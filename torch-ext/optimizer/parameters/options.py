@@ -30,6 +30,7 @@ SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 EXACT_DTYPES = (torch.float32, torch.float64)
+_SCALES = ("match_rms_adamw", "original", "spectral", "none")
 MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory can list them
 
 
@@ -65,6 +66,10 @@ def is_number(value: Any) -> bool:
 def is_int(value: Any) -> bool:
     """Whether a value is an integer. A bool, which Python counts among them, is none."""
     return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
 
 
 def _is_learning_rate(value: Any) -> bool:
@@ -169,10 +174,14 @@ class Group:
         "set `p.grad` of Muon's matrices to None as soon as `step()` has read it; not in groups "
         "with `capturable`",
     )
-    adjust_lr: str = _option(
-        one_of("match_rms_adamw", "original", "spectral", "none"),
-        'scale of the update: `"match_rms_adamw"` is `0.2·sqrt(max(rows, cols))`, `"original"` '
-        '`sqrt(max(1, rows/cols))`, `"spectral"` `sqrt(rows/cols)`, `"none"` 1',
+    adjust_lr: Union[str, float] = _option(
+        Option(
+            lambda value: value in _SCALES if isinstance(value, str) else _is_positive(value),
+            f"one of {', '.join(map(repr, _SCALES))}, or a number > 0",
+        ),
+        "scale of the update: a number r is `r·sqrt(max(rows, cols))`, which gives updates the "
+        'root mean square r; `"match_rms_adamw"` is 0.2, `"original"` `sqrt(max(1, rows/cols))`, '
+        '`"spectral"` `sqrt(rows/cols)`, `"none"` a factor of 1',
     )
     momentum_style: str = _option(
         one_of("classical", "ema"), '`"classical"`: `B = μB + G`; `"ema"`: `B = μB + (1−μ)G`'
@@ -207,7 +216,7 @@ class Group:
         "added to the norm itself, as the sources have it: smaller gradients make smaller updates",
     )
     ns_norm_factor: Optional[float] = _option(
-        _optional(lambda value: is_number(value) and value > 0, "a finite number > 0"),
+        _optional(_is_positive, "a finite number > 0"),
         "the norm is multiplied with this; None takes what the coefficients come with: 1.02 for "
         "Polar Express, 1 for others",
     )

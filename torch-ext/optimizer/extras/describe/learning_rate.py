@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from ...core import update_scale
 from ...parameters.names import counted
 from ...rules.fused import is_stored_transposed
 from ...rules.modules import Decision
-from .remedy import LR, Remedy, Trap, number
+from .remedy import Remedy, Trap, literal, number, usual_lr
 from .subject import Subject, names_of
 
 _ATTENTION = re.compile(r"at+n|attention|qkv|q_proj|\bwq\b", re.IGNORECASE)
 
 # How much of its own size a weight moves per step; `describe` tells where the bounds come from.
 MOST = 0.16
-LEAST = {"match_rms_adamw": 2e-6, "original": 1e-3, "spectral": 1e-3, "none": 1e-3}
+LEAST = {"original": 1e-3, "spectral": 1e-3, "none": 1e-3}
+LEAST_BY_RMS = 2e-6  # with "match_rms_adamw", or a number
 
 
 def find_transposed(subject: Subject, advice: Remedy) -> Iterator[Trap]:
@@ -50,7 +51,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     # Where another scale is advised, so is a rate that fits it.
     if moved is None or _fits(moved, scale) or "adjust_lr" in advice.options:
         return
-    other = "original" if scale == "match_rms_adamw" else "match_rms_adamw"
+    other = "match_rms_adamw" if scale in LEAST else "original"
     fits_other = _fits(_relative_update(subject, advice, other), other)
     alternative = f', or adjust_lr="{other}", whose rates it is like' if fits_other else ""
     if moved > MOST:
@@ -60,13 +61,13 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         rounded_down = float(f"{digit * math.floor(most / digit):.1g}")
         usual = f"rates up to about {number(rounded_down)} are meant here"
     else:
-        too, usual = "small", f"rates around {number(LR[scale])} are meant"
+        too, usual = "small", f"rates around {number(usual_lr(scale))} are meant"
     yield Trap(
         "lr",
-        f'lr={number(lr)} is too {too} for adjust_lr="{scale}"',
+        f"lr={number(lr)} is too {too} for adjust_lr={literal(scale)}",
         (),
         f"a step would move weights by {100 * moved:.2g} % of their size; {usual}{alternative}",
-        Remedy({"lr": LR[scale]}),
+        Remedy({"lr": usual_lr(scale)}),
     )
 
 
@@ -94,11 +95,11 @@ def is_transformer(muons: Iterable[Decision]) -> bool:
     return any(_ATTENTION.search(decision.name) for decision in muons)
 
 
-def _fits(moved: Optional[float], scale: str) -> bool:
-    return moved is None or LEAST[scale] <= moved <= MOST
+def _fits(moved: Optional[float], scale: Union[str, float]) -> bool:
+    return moved is None or LEAST.get(str(scale), LEAST_BY_RMS) <= moved <= MOST
 
 
-def _relative_update(subject: Subject, advice: Remedy, scale: str) -> Optional[float]:
+def _relative_update(subject: Subject, advice: Remedy, scale: Union[str, float]) -> Optional[float]:
     """The size of an update over that of the weights, the mean over all elements of Muon's.
 
     lr · scale · RMS(orthogonal) / RMS(weight), the latter as torch's layers initialize it. None

@@ -8,7 +8,7 @@ import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, Union
 
 import torch
 
@@ -20,9 +20,14 @@ from ...rules.modules import Decision
 from .subject import Subject
 
 WIDTH = 88
-LR = {"match_rms_adamw": 1e-3, "original": 0.02, "spectral": 0.01, "none": 0.02}
+_LR = {"match_rms_adamw": 1e-3, "original": 0.02, "spectral": 0.01, "none": 0.02}
 ADAMW_LR = 3e-4  # where Muon's is on a scale of its own
 WORLD = "torch.distributed.group.WORLD"
+
+
+def usual_lr(scale: Union[str, float]) -> float:
+    """A rate that suits an ``adjust_lr``; a number stands for `match_rms_adamw`'s 0.2."""
+    return _LR[scale] if isinstance(scale, str) else _LR["match_rms_adamw"] * 0.2 / scale
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ def advised_options(subject: Subject, advice: Remedy) -> dict[str, Any]:
     options = advice.applied_to(subject.options)
     options = {k: v for k, v in options.items() if k not in FOR_MODEL or v != FOR_MODEL[k]}
     scale = options.get("adjust_lr", "match_rms_adamw")
-    options = {"lr": LR[scale], **options}
+    options = {"lr": usual_lr(scale), **options}
     has_muons_rate = isinstance(options["lr"], (int, float)) and options["lr"] > 5e-3
     if "adamw_lr" not in options and has_muons_rate and scale != "match_rms_adamw":
         options["adamw_lr"] = ADAMW_LR
