@@ -48,7 +48,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     + [(bad, 0.9) for bad in (1.0, -0.1, NAN, True)],
     "adamw_eps": NO_NUMBERS,
     "none_grad": [*NO_BOOLS, None],
-    "adjust_lr": [*NO_NAMES, None],
+    "adjust_lr": [*NO_NUMBERS, 0.0, "unheard of", "", ["none"], np.ones(2)],
     "momentum_style": [*NO_NAMES, None],
     "ns_coefficients": NO_FAMILIES,
     "ns_algorithm": [*NO_NAMES, None],
