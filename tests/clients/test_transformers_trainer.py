@@ -14,10 +14,10 @@ from transformers import Trainer, get_scheduler
 
 import plain
 import ranked
+import transformers_trainer
 from kernel import optimizer
 from plain import FP32, Trained, assert_same, weights_of, whole_weights_of
 from task import build_model
-from transformers_trainer import make_trainer
 
 STEPS = 16
 COSINE = partial(get_scheduler, "cosine", num_warmup_steps=4, num_training_steps=STEPS)
@@ -31,6 +31,27 @@ ARGUMENTS: dict[str, Any] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+WAYS = ["factory", "optimizers", "class and kwargs"]
+
+
+def make_trainer(out: str, options: dict[str, Any] = OPTIONS, **arguments: Any) -> Trainer:
+    return transformers_trainer.make_trainer(out, options, **arguments)
+
+
+def made_in(way: str, out: str, options: dict[str, Any] = OPTIONS, **arguments: Any) -> Trainer:
+    """A trainer that is given the factory, or the optimizer, or groups and how to make it."""
+    trainer = make_trainer(out, options, **arguments)
+    if way == "factory":
+        return trainer
+    model, data = trainer.model, trainer.train_dataset
+    groups = optimizer.get_default_muon_param_groups(model)
+    muon: dict[str, Any] = {"optimizers": (optimizer.Muon(groups, **options), None)}
+    if way == "class and kwargs":
+        muon = {"optimizer_cls_and_kwargs": (optimizer.Muon, {"params": groups, **options})}
+    return Trainer(model, trainer.args, train_dataset=data, **muon)
+
+
 def train(trainer: Trainer, **kwargs: Any) -> Trained:
     trainer.train(**kwargs)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -41,11 +62,39 @@ def expected(**kwargs: Any) -> Trained:
     return plain.train(STEPS, 8, accumulate=2, schedule=COSINE, by_tokens=True, **kwargs)
 
 
-@pytest.mark.parametrize("gives_class", [False, True], ids=["optimizers", "class and kwargs"])
-def test_both_ways_equal_a_plain_loop(tmp_path, gives_class):
-    trainer = make_trainer(str(tmp_path), gives_class, **ARGUMENTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_equals_a_plain_loop(tmp_path, way):
+    trainer = made_in(way, str(tmp_path), **ARGUMENTS)
     assert_same(train(trainer), expected())
     assert isinstance(trainer.optimizer.optimizer, optimizer.Muon)
+
+
+def test_the_factory_makes_what_for_model_makes(tmp_path):
+    options = {**OPTIONS, "adamw_lr": 3e-3, "decay_vectors": False, "adamw_keys": ["mlp"]}
+    trainer = make_trainer(str(tmp_path), options, learning_rate=5.0, weight_decay=5.0, **ARGUMENTS)
+    made = trainer.create_optimizer()
+    assert repr(made) == repr(optimizer.Muon.for_model(trainer.model, **options))
+    assert trainer.create_scheduler(STEPS).base_lrs == [1e-2, 3e-3, 3e-3]
+
+
+def test_the_factory_makes_one_for_each_model_of_model_init(tmp_path):
+    template = make_trainer(str(tmp_path), **ARGUMENTS)
+    trainer = Trainer(
+        args=template.args,
+        train_dataset=template.train_dataset,
+        model_init=lambda: build_model(),
+        optimizer_cls_and_kwargs=(optimizer.MuonForTrainer, OPTIONS),
+    )
+    for _ in range(2):
+        assert_same(train(trainer), expected())
+
+
+@pytest.mark.parametrize(
+    "options, message", [({}, "'lr'"), ({**OPTIONS, "warmup": 3}, "did you mean 'warmup_step'")]
+)
+def test_wrong_arguments_of_the_factory_raise(tmp_path, options, message):
+    with pytest.raises(TypeError, match=message):
+        make_trainer(str(tmp_path), options, **ARGUMENTS).train()
 
 
 def test_bf16_equals_autocast_in_a_plain_loop(tmp_path):
@@ -59,11 +108,11 @@ def test_without_clipping_or_schedule(tmp_path):
     assert_same(train(trainer), plain.train(STEPS, 8, max_norm=None, by_tokens=True))
 
 
-@pytest.mark.parametrize("gives_class", [False, True], ids=["optimizers", "class and kwargs"])
-def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, gives_class):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, way):
     arguments = {**ARGUMENTS, "save_strategy": "steps", "save_steps": STEPS // 2}
-    whole = train(make_trainer(str(tmp_path), gives_class, **arguments))
-    again = make_trainer(str(tmp_path), gives_class, **arguments)
+    whole = train(made_in(way, str(tmp_path), **arguments))
+    again = made_in(way, str(tmp_path), **arguments)
     resumed = train(again, resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
     assert_same(resumed, whole)  # what it logged before is in the checkpoint
     assert_same(whole, expected())
@@ -73,24 +122,26 @@ def attach_recorder(model: Any, optim: Any) -> None:
     optim.qk_recorder = optimizer.QKLogitRecorder(model)
 
 
+class WithRecorder(optimizer.MuonForTrainer):
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        optim = super().__call__(model, *args, **kwargs)
+        attach_recorder(model, optim)
+        return optim
+
+
 def test_qk_clip_by_a_recorder_equals_a_plain_loop(tmp_path):
     """Steps get no arguments, and attention is transformers' own."""
-    template = make_trainer(str(tmp_path), **ARGUMENTS)
-    model = template.model
     clip = {"clip_config": {"head_dim": 16, "threshold": 0.05}}
-    groups = optimizer.muon.get_default_muon_param_groups(model)
-    optim = optimizer.Muon(groups, lr=1e-2, weight_decay=0.1, **clip)
-    attach_recorder(model, optim)
-    assert model.config._attn_implementation == "sdpa"
-    data = template.train_dataset
-    trainer = Trainer(model, template.args, train_dataset=data, optimizers=(optim, None))
+    trainer = make_trainer(str(tmp_path), {**OPTIONS, **clip}, **ARGUMENTS)
+    trainer.optimizer_cls_and_kwargs = (WithRecorder, {**OPTIONS, **clip})
+    assert trainer.model.config._attn_implementation == "sdpa"
     assert_same(train(trainer), expected(prepare=attach_recorder, **clip))
-    stats = optim.qk_clip_stats()
+    stats = trainer.optimizer.optimizer.qk_clip_stats()
     assert stats["steps"] == STEPS and stats["total_clipped"] > 0 and len(stats["layers"]) == 2
 
 
 def test_the_groups_that_trainer_makes_by_itself_raise_and_say_what_to_write(tmp_path):
-    trainer = make_trainer(str(tmp_path), gives_class=True, **ARGUMENTS)
+    trainer = made_in("class and kwargs", str(tmp_path), **ARGUMENTS)
     del trainer.optimizer_cls_and_kwargs[1]["params"]
     with pytest.raises(ValueError, match=r"Muon\.for_model"):
         trainer.train()
@@ -101,13 +152,12 @@ def ranks_train(out: str, share_work: bool) -> tuple[Trained, Trained | str]:
     arguments = {**ARGUMENTS, "save_strategy": "steps", "save_steps": STEPS // 2}
 
     def trainer() -> Trainer:
-        template = make_trainer(out, per_device_train_batch_size=4, **arguments)
-        model, data = template.model, template.train_dataset
+        made = make_trainer(out, per_device_train_batch_size=4, **arguments)
         # There is none before TrainingArguments have made it.
         group = torch.distributed.group.WORLD if share_work else None
-        groups = optimizer.muon.get_default_muon_param_groups(model)
-        optim = optimizer.Muon(groups, lr=1e-2, weight_decay=0.1, process_group=group, **FP32)
-        return Trainer(model, template.args, train_dataset=data, optimizers=(optim, None))
+        options = {**OPTIONS, "process_group": group, **FP32}
+        made.optimizer_cls_and_kwargs = (optimizer.MuonForTrainer, options)
+        return made
 
     whole = train(trainer())
     try:
@@ -132,7 +182,7 @@ def test_ddp_equals_a_plain_loop_of_the_whole_batch(tmp_path, share_work):
         assert_same(resumed, whole)
 
 
-def ranks_train_fsdp2(out: str) -> list[Trained]:
+def ranks_train_fsdp2(out: str, way: str) -> list[Trained]:
     """By accelerate, which here takes the CPU for an accelerator, as its example does."""
     wrapped = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     arguments = {**ARGUMENTS, "save_strategy": "steps", "save_steps": STEPS // 2}
@@ -144,8 +194,10 @@ def ranks_train_fsdp2(out: str) -> list[Trained]:
         AcceleratorState._reset_state()
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         model, data = build_model(), template.train_dataset
-        groups = optimizer.muon.get_default_muon_param_groups(model)
-        muon = (optimizer.Muon, {"params": groups, "lr": 1e-2, "weight_decay": 0.1, **FP32})
+        muon: Any = (optimizer.MuonForTrainer, {**OPTIONS, **FP32})
+        if way == "class and kwargs":
+            groups = optimizer.get_default_muon_param_groups(model)
+            muon = (optimizer.Muon, {"params": groups, **OPTIONS, **FP32})
         trainer = Trainer(model, template.args, train_dataset=data, optimizer_cls_and_kwargs=muon)
         losses = train(trainer, resume_from_checkpoint=resume).losses
         optim = trainer.optimizer.optimizer
@@ -154,7 +206,8 @@ def ranks_train_fsdp2(out: str) -> list[Trained]:
     return found
 
 
-def test_fsdp2_which_takes_the_class_alone_equals_a_plain_loop_and_resumes(tmp_path):
-    whole, resumed = ranked.run(ranks_train_fsdp2, tmp_path, out=str(tmp_path))
+@pytest.mark.parametrize("way", ["factory", "class and kwargs"])
+def test_fsdp2_which_takes_no_optimizer_equals_a_plain_loop_and_resumes(tmp_path, way):
+    whole, resumed = ranked.run(ranks_train_fsdp2, tmp_path, out=str(tmp_path), way=way)
     assert_same(whole, expected(**FP32), rounding=1e-5)
     assert_same(resumed, whole)

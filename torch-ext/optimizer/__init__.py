@@ -11,6 +11,7 @@ __all__ = [
     "Muon",
     "MuonAdamW",
     "DistMuonAdamW",
+    "MuonForTrainer",
     "QKLogitRecorder",
     "SimulatedHost",
     "default_is_muon",
@@ -36,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from .extras.selfcheck import selfcheck
 
         return selfcheck
+    if name == "MuonForTrainer":
+        from .extras.trainer import MuonForTrainer
+
+        return MuonForTrainer
     if name == "SimulatedHost":
         from .extras.simulated_host import SimulatedHost
 
