@@ -178,6 +178,7 @@ class Muon(Stateful):
         adamw_lr: Any = None,
         weight_decay: float = 0.1,
         *,
+        per_head: bool = False,
         expert_keys: ExpertKeys = AUTO,
         split: Any = AUTO,
         convolutions: bool = False,
@@ -197,6 +198,8 @@ class Muon(Stateful):
             lr: learning rate of the matrices.
             adamw_lr: of all else; None takes ``lr``.
             weight_decay: decoupled, of both.
+            per_head: True updates each head of query, key and value projections by itself; what
+                modules and config don't tell the heads of stays whole, with one warning.
             expert_keys: components of names that hold stacked experts; "auto" finds them.
             split: how tensors are split into matrices; "auto" finds it, a mapping from name
                 patterns is added to what is found, and None leaves every tensor whole.
@@ -210,7 +213,7 @@ class Muon(Stateful):
         Example:
             >>> optim = Muon.for_model(model, lr=2e-3, adamw_lr=4e-3, weight_decay=0.1)
         """
-        chosen = expert_keys, adamw_keys, convolutions, split
+        chosen = expert_keys, adamw_keys, convolutions, split, per_head
         groups, split = groups_for(model, is_muon_func, *chosen, adamw_lr, decay_vectors)
         return cls(groups, lr=lr, weight_decay=weight_decay, split=split, **options)
 

@@ -20,7 +20,7 @@ from .decisions import (
     is_left_by_dimensions,
     stacked_experts,
 )
-from .fused import Fused, fused_in, split_patterns
+from .fused import Fused, fused_in, heads_in, split_patterns
 from .heads import possible_heads
 from .modules import Decision, ParamInfos, component_of, infos_of
 
@@ -51,6 +51,7 @@ class Assignment:
         expert_keys: components of names that hold stacked experts.
         split: the ``split`` of `Muon`.
         undecided: parameters that are AdamW's because nothing tells what they are.
+        whole: names of projections whose heads ``per_head`` leaves together: nothing tells of them.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Assignment:
     expert_keys: Optional[Sequence[str]]
     split: Any
     undecided: Sequence[Undecided]
+    whole: Sequence[str] = ()
 
 
 def assign(
@@ -68,12 +70,16 @@ def assign(
     adamw_keys: ExpertKeys = None,
     convolutions: bool = False,
     split: Any = AUTO,
+    per_head: bool = False,
 ) -> Assignment:
     """Decides about a model; the arguments are those of `Muon.for_model`.
 
     Raises:
-        ValueError: as `decide`.
+        ValueError: as `decide`; ``per_head`` with a ``split`` for all parameters.
     """
+    is_found = split == AUTO or isinstance(split, Mapping)
+    if per_head and not is_found:
+        raise ValueError(f'per_head=True needs split="auto" or a mapping, found split={split!r}')
     if split != AUTO:
         GROUP_OPTIONS["split"].check("split", split)
     named, adamws = None if expert_keys == AUTO else as_keys(expert_keys), as_keys(adamw_keys)
@@ -86,9 +92,10 @@ def assign(
     undecided: list[Undecided] = []
     if is_muon_func is default_is_muon:
         undecided = _stacks(model, infos, decisions) + _possible_heads(model, infos, decisions)
-    if split == AUTO or isinstance(split, Mapping):
+    whole: list[str] = []
+    if is_found:
         given: Mapping[str, Any] = {} if split == AUTO else split
-        found, unknown = _fused(model, infos, decisions, given)
+        found, unknown, whole = parted(model, infos, decisions, given, per_head)
         undecided += unknown
         others = [d.key for d in decisions if d.algorithm == "Muon"]
         splits = {key: fused.split for key, fused in found.items()}
@@ -99,7 +106,7 @@ def assign(
         decisions = changed(decisions, "Muon", apart)
     left = {each.name: f"left to AdamW: {each.what}" for each in undecided}
     decisions = changed(decisions, "AdamW", left)
-    return Assignment(model, infos, decisions, keys or None, split, undecided)
+    return Assignment(model, infos, decisions, keys or None, split, undecided, whole)
 
 
 def _stacks(model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]) -> list[Undecided]:
@@ -134,21 +141,31 @@ def _possible_heads(
     ]
 
 
-def _fused(
-    model: nn.Module, infos: ParamInfos, decisions: Iterable[Decision], given: Mapping[str, Any]
-) -> tuple[dict[str, Fused], list[Undecided]]:
-    """Weights that hold several matrices, by key, and those of unknown sizes."""
+def parted(
+    model: nn.Module,
+    infos: ParamInfos,
+    decisions: Iterable[Decision],
+    given: Mapping[str, Any],
+    per_head: bool,
+) -> tuple[dict[str, Fused], list[Undecided], list[str]]:
+    """Weights that hold several matrices, by key, and those of unknown sizes; with ``per_head``
+    also projections that hold several heads, and names of those with heads of unknown sizes."""
     found: dict[str, Fused] = {}
-    unknown = []
+    unknown, whole = [], []
     for decision in decisions:
         is_given = any(matches(decision.key, pattern) for pattern in given)
         if decision.algorithm != "Muon" or is_given:
             continue
-        fused = fused_in(model, infos[id(decision.param)][0], decision.param)
-        if fused is not None and fused.split is not None:
+        read = heads_in if per_head else fused_in
+        fused = read(model, infos[id(decision.param)][0], decision.param)
+        if fused is None:
+            continue
+        if per_head and fused.has_heads and fused.by_head is None:
+            whole.append(decision.name)
+        if fused.split is not None:
             found[decision.key] = fused
-        elif fused is not None:
+        elif not fused.has_heads:
             what = f"{fused.holds} in one tensor, of unknown sizes"
             write = fused.argument(decision.name)
             unknown.append(Undecided("fused", decision.name, what, write))
-    return found, unknown
+    return found, unknown, whole

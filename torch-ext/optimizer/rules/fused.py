@@ -2,20 +2,31 @@
 
 Names tell that a weight is fused. How its rows lie is told by its class where that is known, else
 by convention: Q, K and V one below the other. Sizes come from the model's configuration, from its
-modules, or from the shape, and count only if they add up to the rows.
+modules, or from the shape, and count only if they add up to the rows. `attention` knows the heads.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 from torch import Tensor, nn
 
 from ..parameters.names import matches
+from .attention import (
+    HEAD_DIM,
+    HEADS,
+    KEY_HEADS,
+    SizeOf,
+    attention_of,
+    heads_of,
+    own_size,
+    projection_head,
+)
 from .modules import (
     ParamInfo,
     class_names,
@@ -26,14 +37,6 @@ from .modules import (
     size_in,
 )
 
-# Finds a size that modules or configurations call by one of some keys.
-SizeOf = Callable[[Sequence[str]], Optional[int]]
-
-# What configurations and modules call their numbers of attention heads, and the size of one.
-HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nheads")
-KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_heads"]
-KEY_HEADS += ["n_query_groups", "num_query_groups"]
-HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "d_head", "kv_channels")
 # Weights whose rows lie key head by key head in any module, and classes whose rows do so, whatever
 # the weight is called.
 _BY_HEAD = {"query_key_value", "linear_qkv"}
@@ -42,7 +45,7 @@ _CODEGEN_SHARDS = 4  # CodeGen's rows are those of as many devices, each with Q,
 # Queries, keys and values.
 _QKV = {"qkv", "qkv_proj", "qkv_linear", "to_qkv", "in_proj_qkv", "c_attn", "wqkv", "Wqkv"}
 _QKV |= _BY_HEAD
-_KEYS_AND_VALUES = {"to_kv"}
+_HOLDS = "Q, K and V"
 # Gate and up projection of a gated feed-forward; some only where the config agrees.
 _GATED = {"gate_up_proj", "gate_and_up_proj", "gate_up", "w13", "w1_w3", "w12"}
 _GATED_BY_CONFIG = {"Wi", "input_linear"}
@@ -55,15 +58,47 @@ _SSM_SIZES = (
     ("state_size", "ssm_state_size", "mamba_d_state", "d_state"),
     ("num_heads", "mamba_n_heads", "n_mamba_heads", "nheads"),
 )
-_LATENT = {
-    "kv_a_proj_with_mqa": ("latent and rotary keys", ("kv_lora_rank", "qk_rope_head_dim")),
-    "kv_b_proj": ("K and V of each head", ("qk_nope_head_dim", "v_head_dim")),
+# What each head's rows hold, by name of the weight, and the names of their sizes.
+_EACH_HEAD = {
+    "kv_b_proj": ("K and V of each head", {"k": "qk_nope_head_dim", "v": "v_head_dim"}),
+    "wkv_b": ("K and V of each head", {"k": "qk_nope_head_dim", "v": "v_head_dim"}),
+    "q_gate_proj": ("Q and gate of each head", {"q": "qk_head_dim", "gate": "v_head_dim"}),
 }
+# Weights by name, and by parts of the name of the class that holds them (none: any): what they
+# hold, and the rows of each part, by what modules or configurations call them; or how many equal
+# parts; or what the rows of each of any number are called; or the notation.
+_BY_CLASS = (
+    (
+        "kv_a_proj_with_mqa wkv_a",
+        "",
+        "latent and rotary keys",
+        ("kv_lora_rank", "qk_rope_head_dim"),
+    ),
+    (
+        "index_qk_proj",
+        "",
+        "Q and K",
+        ("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim"),
+    ),
+    ("in_proj", "ShortConv", "B, C and input", 3),
+    ("in_proj", "ZambaMambaMixer", "input and gate, in turn,", "(n (input=1 + gate=1)) dim"),
+    ("x_proj", "MambaMixer", "steps, B and C", ("time_step_rank", *["ssm_state_size"] * 2)),
+    ("kv_proj", "CSACompressor DeepseekV4Indexer", "keys of two windows", 2),
+    ("gate_proj", "CSACompressor DeepseekV4Indexer", "gates of two windows", 2),
+    ("fc1", "MoshiGatingMLP", "gate and up projection", 2),
+    ("qkv_opreact", "xLSTM", "Q, K, V and gate", ("qk_dim", "qk_dim", "v_dim", "v_dim")),
+    ("ifgate_preact proj_up_gate_z", "xLSTM", "two projections", 2),
+    ("w1 v1 w2", "DbrxExpert", "experts", "ffn_hidden_size"),
+    ("per_layer_model_projection", "", "one for each layer", "hidden_size_per_layer_input"),
+)
 _LINEAR_ATTENTION = {"in_proj_qkvz": "Q, K, V and gate", "in_proj_ba": "steps and decays"}
 _LINEAR_ATTENTION |= {"in_proj_qkv": "Q, K and V"}
 _LINEAR_SIZES = ["linear_num_key_heads", "linear_num_value_heads"]
 _LINEAR_SIZES += ["linear_key_head_dim", "linear_value_head_dim"]
 _GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
+
+
+Split = Union[int, Sequence[int], str, None]
 
 
 @dataclass(frozen=True)
@@ -74,11 +109,15 @@ class Fused:
         holds: what the matrices are, in words.
         split: the option that parts them; None where their sizes can't be told.
         hint: how it would look then.
+        has_heads: whether the matrices consist of attention heads.
+        by_head: the option that parts these, too; None where their sizes can't be told.
     """
 
     holds: str
-    split: Union[int, Sequence[int], str, None] = None
+    split: Split = None
     hint: str = "[rows of the first, of the second, …]"
+    has_heads: bool = False
+    by_head: Split = None
 
     def argument(self, name: str) -> str:
         """The argument of `Muon.for_model`, to fill in, that would part the weight of that name."""
@@ -121,13 +160,52 @@ def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
 _VAGUE = {"weight", "attn", "attention", "mlp", "parametrizations", "original0", "original1"}
 
 
+class Part(NamedTuple):
+    """Consecutive rows of a weight, of several heads; None if nothing tells how many."""
+
+    name: str
+    rows: int
+    heads: Optional[int] = 1
+
+
+def _of_heads(holds: str, parts: Sequence[Part], loop: str = "") -> Fused:
+    """A weight of heads: the parts one below the other, or as often as ``loop`` says."""
+    split: Split = [part.rows for part in parts]
+    if loop:
+        split = f"({loop} ({' + '.join(f'{part.name}={part.rows}' for part in parts)})) dim"
+    if any(part.heads is None or part.rows % part.heads for part in parts):
+        return Fused(holds, split, has_heads=True)
+    sizes = [(part.name, part.heads or 1, part.rows // (part.heads or 1)) for part in parts]
+    by_head: Split = sizes[0][-1]
+    if any(size != by_head for *_, size in sizes):
+        terms = [f"[{name}={n}] {size}" if n > 1 else f"{name}={size}" for name, n, size in sizes]
+        rows = f"({' + '.join(terms)})"
+        by_head = f"([{loop}] {rows}) dim" if loop else f"{rows} dim"
+    return Fused(holds, split, has_heads=True, by_head=by_head)
+
+
+def heads_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:
+    """What a weight of a model holds, if it holds several matrices or attention heads: ``split`` is
+    the option that parts it by heads, or as far as can be told."""
+    fused = fused_in(model, info, param)
+    if fused is None and param.ndim == 2 and 0 not in param.shape:
+        of_one_head = projection_head(model, info, _weight_name(info), len(param))
+        if of_one_head is None or of_one_head == len(param):
+            return None
+        return Fused("heads", of_one_head or None, has_heads=True, by_head=of_one_head or None)
+    if fused is None or fused.by_head is None:
+        return fused
+    return replace(fused, split=fused.by_head)
+
+
 def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:
     """What a weight of a model holds, if it holds several matrices."""
     shape, size_of = tuple(param.shape), functools.partial(look_up, model, info)
     if len(shape) < 2 or 0 in shape:
         return None
     if isinstance(info.module, nn.MultiheadAttention) and info.attribute == "in_proj_weight":
-        return Fused("Q, K and V", [shape[0] // 3] * 3)
+        parts = [Part(name, shape[0] // 3, info.module.num_heads) for name in "qkv"]
+        return _of_heads(_HOLDS, parts)
     for name in class_names(info.module):
         if name in _GATES and info.attribute.startswith(("weight_ih", "weight_hh")):
             return Fused(f"{_GATES[name]} gates", shape[0] // _GATES[name])
@@ -135,35 +213,29 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
         groups = info.layer.groups
         holds = f"{groups} groups of a convolution"
         return Fused(holds, shape[0] // groups) if groups > 1 else None
-    weight = _weight_name(info)
-    if weight == "in_proj" and len(shape) == 2:
-        return _state_space(shape[0], info)
-    if weight in _LATENT and len(shape) == 2:
-        return _latent(shape[0], info, size_of, weight)
-    if weight in _LINEAR_ATTENTION and len(shape) == 2:
-        linear = _linear_attention(shape[0], size_of, weight)
-        if linear.split is not None or weight not in _QKV:
-            return linear
-    if weight == "q_proj" and len(shape) == 2:
-        return _gated_queries(shape[0], size_of)
-    above = " ".join(class_names(info.above[0])) if info.above else ""
+    if isinstance(info.layer, nn.Linear) and info.attribute == "weight":
+        groups = size_in(info.layer, ["n_groups", "groups"]) or 1
+        if groups > 1 and shape[0] % groups == 0:
+            return Fused(f"{groups} groups of a linear layer", shape[0] // groups)
+    weight, above = _weight_name(info), _classes(attention_of(info))
+    if len(shape) == 2:
+        fused = _in_two_dimensions(shape[0], info, size_of, weight)
+        if fused is not None:
+            return fused
     if weight.startswith("adaLN_mod") or (weight == "linear" and "AdaLayerNorm" in above):
         count, rest = divmod(shape[0], shape[-1])
         return Fused("modulations", shape[-1]) if count > 1 and not rest else None
     if weight in _GATED | _GATED_BY_CONFIG:
         return _gated(shape, info, size_of, weight)
-    if weight not in _QKV | _KEYS_AND_VALUES or len(shape) != 2:
+    is_both = weight == "to_kv" or (weight == "kv_proj" and "JetMoe" in above)
+    if len(shape) != 2 or not (is_both or weight in _QKV):
         return None
     rows, cols = reversed(shape) if info.is_conv1d else shape
-    if weight in _KEYS_AND_VALUES:
-        halves = [rows // 2] * 2 if rows % 2 == 0 else None
-        return _oriented(Fused("K and V", halves), "k v", info)
-    fused = Fused("Q, K and V", _qkv(info, size_of, weight, rows, cols))
-    if isinstance(fused.split, str):
-        fused = replace(fused, holds="Q, K and V, which alternate,")
-    elif fused.split is None and weight in _BY_HEAD:
-        fused = replace(fused, hint='"(head (q=… + k=… + v=…)) dim"')
-    return _oriented(fused, "q k v", info)
+    if is_both:
+        halves = [Part(name, rows // 2, heads_of(info, rows // 2)) for name in "kv"]
+        fused = _of_heads("K and V", halves) if rows % 2 == 0 else Fused("K and V")
+        return _oriented(fused, "k v", info)
+    return _oriented(_qkv(info, size_of, weight, rows, cols, above), "q k v", info)
 
 
 def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
@@ -172,52 +244,97 @@ def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
         return fused
     sizes = fused.split if isinstance(fused.split, list) else ["…"] * len(names.split())
     hint = " + ".join(f"{name}={size}" for name, size in zip(names.split(), sizes))
-    split = f"dim ({hint})" if fused.split else None
-    return Fused(f"{fused.holds}, side by side,", split, f'"dim ({hint})"')
+    by_head = fused.by_head
+    if by_head is not None:
+        rows = f"[head] {by_head}" if isinstance(by_head, int) else str(by_head)[: -len(" dim")]
+        by_head = f"dim ({rows})"
+    return replace(
+        fused,
+        holds=f"{fused.holds}, side by side,",
+        split=f"dim ({hint})" if fused.split else None,
+        hint=f'"dim ({hint})"',
+        by_head=by_head,
+    )
 
 
-def _latent(rows: int, info: ParamInfo, size_of: SizeOf, weight: str) -> Optional[Fused]:
-    """Multi-head latent attention: down to latent and rotary keys, up to each head's K and V."""
-    holds, keys = _LATENT[weight]
-    module = info.above[0] if info.above else info.module
-    # The module comes first: layers without rotary keys have other sizes than the configuration.
-    for find_size in (functools.partial(size_in, module), size_of):
-        first, second = (find_size([key]) for key in keys)
-        if weight != "kv_b_proj" and rows == first:
-            return None  # there are no rotary keys
-        if first is None or second is None:
-            continue
-        if weight == "kv_b_proj" and rows % (first + second) == 0:
-            return Fused(holds, f"(head (k={first} + v={second})) dim")
-        if weight != "kv_b_proj" and rows == first + second:
-            return Fused(holds, [first, second])
-    return Fused(holds)
+def _in_two_dimensions(rows: int, info: ParamInfo, size_of: SizeOf, weight: str) -> Optional[Fused]:
+    """What the tables and rules know by name, of a matrix of so many rows."""
+    classes = _classes(attention_of(info))
+    for names, parts_of_class, holds, sizes in _BY_CLASS:
+        if weight in names.split() and any(p in classes for p in parts_of_class.split() or [""]):
+            return _by_sizes(rows, info, size_of, holds, sizes)
+    if weight == "in_proj":
+        return _state_space(rows, info)
+    if weight in _EACH_HEAD:
+        holds, keys = _EACH_HEAD[weight]
+        parts = [Part(name, _size(info, size_of, key) or 0) for name, key in keys.items()]
+        each = sum(part.rows for part in parts)
+        is_known = all(part.rows for part in parts) and rows % each == 0
+        return _of_heads(holds, parts, "head") if is_known else Fused(holds)
+    if weight in _LINEAR_ATTENTION:
+        return _linear_attention(rows, size_of, weight)
+    if weight == "q_proj":  # of gated attention (Qwen3-Next, Qwen3.5): each head's, then its gate
+        heads, size = size_of(HEADS), _size(info, size_of, *HEAD_DIM)
+        heads = own_size(info, HEADS) or heads
+        if heads is not None and size is not None and rows == 2 * heads * size:
+            parts = [Part("q", size), Part("gate", size)]
+            return _of_heads("Q and gate of each head", parts, "head")
+    return None
 
 
-def _linear_attention(rows: int, size_of: SizeOf, weight: str) -> Fused:
-    """The gated delta net: key head by key head in Qwen3-Next, one below the other in Qwen3.5."""
-    sizes = [size_of([key]) for key in _LINEAR_SIZES]
-    holds = _LINEAR_ATTENTION[weight]
+def _by_sizes(
+    rows: int, info: ParamInfo, size_of: SizeOf, holds: str, sizes: Any
+) -> Optional[Fused]:
+    """A weight of `_BY_CLASS`."""
+    if isinstance(sizes, int):
+        return Fused(holds, [rows // sizes] * sizes if rows % sizes == 0 else None)
+    if isinstance(sizes, str) and " " in sizes:
+        return Fused(holds, sizes)
+    if isinstance(sizes, str):
+        each = _size(info, size_of, sizes)
+        return Fused(holds, each if each is not None and rows % each == 0 else None)
+    parts = []
+    for number, product in enumerate(sizes):
+        *counts, size = (_size(info, size_of, key) or 0 for key in product.split("*"))
+        parts.append(Part(f"part{number}", math.prod(counts) * size, *counts))
+    if rows == parts[0].rows:
+        return None  # of latent attention without rotary keys
+    if 0 in (part.rows for part in parts) or sum(part.rows for part in parts) != rows:
+        return Fused(holds)
+    if any("*" in product for product in sizes):
+        return _of_heads(holds, parts)
+    return Fused(holds, [part.rows for part in parts])
+
+
+def _size(info: ParamInfo, size_of: SizeOf, *keys: str) -> Optional[int]:
+    """A size that is one head's or one module's: the module comes first, since the sizes of some
+    layers are not those of the configuration."""
+    return size_in(attention_of(info), keys) or size_of(keys)
+
+
+def _linear_attention(rows: int, size_of: SizeOf, weight: str) -> Optional[Fused]:
+    """The gated delta net: key head by key head in Qwen3-Next, one below the other in Qwen3.5.
+
+    None if nothing tells of it: others call their softmax attention's projection in_proj_qkv.
+    """
+    sizes, holds = [size_of([key]) for key in _LINEAR_SIZES], _LINEAR_ATTENTION[weight]
+    if None in sizes:
+        return Fused(holds) if any(sizes) or weight not in _QKV else None
     key_heads, value_heads, key_dim, value_dim = (size or 1 for size in sizes)
-    if weight == "in_proj_qkv":
-        q_k_v = [key_heads * key_dim, key_heads * key_dim, value_heads * value_dim]
-        return Fused(holds, q_k_v if None not in sizes and sum(q_k_v) == rows else None)
     each = value_heads // key_heads  # value heads of a key head
-    parts = f"b={each} + a={each}"
-    expected = 2 * value_heads
-    if weight == "in_proj_qkvz":
-        parts = f"q={key_dim} + k={key_dim} + v={each * value_dim} + z={each * value_dim}"
-        expected = 2 * key_heads * (key_dim + each * value_dim)
-    fits = None not in sizes and rows == expected
-    return Fused(holds, f"(head ({parts})) dim" if fits else None)
-
-
-def _gated_queries(rows: int, size_of: SizeOf) -> Optional[Fused]:
-    """Queries of gated attention (Qwen3-Next, Qwen3.5): each head's are followed by its gate."""
-    heads, size = size_of(HEADS), size_of(HEAD_DIM)
-    if heads is None or size is None or rows != 2 * heads * size:
-        return None
-    return Fused("Q and gate of each head", f"(head (q={size} + gate={size})) dim")
+    if weight == "in_proj_qkv":
+        key = key_heads * key_dim
+        parts = [Part("q", key, key_heads), Part("k", key, key_heads)]
+        parts.append(Part("v", value_heads * value_dim, value_heads))
+        expected, loop = 2 * key + value_heads * value_dim, ""
+    elif weight == "in_proj_qkvz":
+        parts = [Part("q", key_dim), Part("k", key_dim)]
+        parts += [Part("v", each * value_dim, each), Part("z", each * value_dim, each)]
+        expected, loop = 2 * key_heads * (key_dim + each * value_dim), "head"
+    else:  # one row for each head
+        fits = rows == 2 * value_heads
+        return Fused(holds, f"(head (b={each} + a={each})) dim" if fits else None)
+    return _of_heads(holds, parts, loop) if rows == expected else Fused(holds)
 
 
 def _state_space(rows: int, info: ParamInfo) -> Optional[Fused]:
@@ -240,35 +357,50 @@ def _weight_name(info: ParamInfo) -> str:
 
 
 def _qkv(
-    info: ParamInfo, size_of: SizeOf, weight: str, rows: int, cols: int
-) -> Union[Sequence[int], str, None]:
+    info: ParamInfo, size_of: SizeOf, weight: str, rows: int, cols: int, classes: str
+) -> Fused:
     """How Q, K and V make up so many rows: one below the other, or key head by key head."""
-    above = info.above[:1]
-    classes = " ".join(class_names(above[0])) if above else ""
     heads, key_heads, size = size_of(HEADS), size_of(KEY_HEADS), size_of(HEAD_DIM)
     by_head = weight in _BY_HEAD or any(name in classes for name in _BY_HEAD_CLASSES)
-    one = 1 if any(read(module, "multi_query") for module in above) else None
+    one = 1 if info.above and read(info.above[0], "multi_query") else None
     if "GPTBigCode" in classes and one is None:
         by_head = True
     if heads is not None:
         size = size or (cols // heads if cols % heads == 0 else None)
         if "CodeGen" in classes and size and rows == 3 * heads * size:
             part = heads * size // _CODEGEN_SHARDS
-            return f"({_CODEGEN_SHARDS} (q={part} + v={part} + k={part})) dim"
-        own = next(filter(None, (size_in(m, KEY_HEADS) for m in (info.module, *above))), None)
+            each = None if heads % _CODEGEN_SHARDS else heads // _CODEGEN_SHARDS
+            parts = [Part(name, part, each) for name in "qvk"]
+            return _of_heads(f"{_HOLDS}, which alternate,", parts, str(_CODEGEN_SHARDS))
+        own = next(
+            filter(None, (size_in(m, KEY_HEADS) for m in (info.module, *info.above[:1]))), None
+        )
         if own not in (None, heads) and size_of(HEAD_DIM) is None and not by_head:
             unit, left = divmod(rows, heads + 2 * own)
-            return None if left else [heads * unit, own * unit, own * unit]
+            return Fused(_HOLDS) if left else _of_heads(_HOLDS, _q_k_v(heads, own, unit))
         for count in filter(None, (one, key_heads, heads)):
             if size and (heads + 2 * count) * size == rows and heads % count == 0:
                 if by_head and count > 1:
-                    return f"(head (q={heads // count * size} + k={size} + v={size})) dim"
-                return [heads * size, count * size, count * size]
+                    parts = _q_k_v(heads // count, 1, size)
+                    return _of_heads(f"{_HOLDS}, which alternate,", parts, "head")
+                return _of_heads(_HOLDS, _q_k_v(heads, count, size))
+    if by_head:
+        hint = '"(head (q=… + k=… + v=…)) dim"' if weight in _BY_HEAD else Fused.hint
+        return Fused(_HOLDS, hint=hint)
     # Where the key heads can't be told, rows that happen to divide by three tell nothing.
     is_even = rows == 3 * cols or (key_heads == heads and heads and rows % 3 == 0)
-    if by_head or not (is_even or _is_taken(info, rows / 3)):
-        return None
-    return [rows // 3] * 3
+    if not (is_even or _is_taken(info, rows / 3)):
+        return Fused(_HOLDS)
+    return _of_heads(_HOLDS, [Part(name, rows // 3, heads_of(info, rows // 3)) for name in "qkv"])
+
+
+def _q_k_v(heads: int, key_heads: int, size: int) -> list[Part]:
+    counts = {"q": heads, "k": key_heads, "v": key_heads}
+    return [Part(name, count * size, count) for name, count in counts.items()]
+
+
+def _classes(module: nn.Module) -> str:
+    return " ".join(class_names(module))
 
 
 def _is_taken(info: ParamInfo, size: float) -> bool:
@@ -288,7 +420,7 @@ def _gated(
         return Fused(holds, f"dim {parts}" if shape[-1] % 2 == 0 else None)
     rows = shape[-2]
     if weight in _GATED_BY_CONFIG:
-        if rows != 2 * (size_of(_INTERMEDIATE) or 0):
+        if rows != 2 * (size_of(_INTERMEDIATE) or 0) and not _is_taken(info, rows / 2):
             return None
     elif rows % 2 or (is_stack and not _is_halved(shape, info, in_columns=False)):
         return Fused(holds)

@@ -11,7 +11,7 @@ from torch import nn
 from ..parameters.names import did_you_mean
 from ..parameters.replaced import ModelNames
 from ..parameters.validation import warn
-from .assignment import AUTO, Assignment, assign
+from .assignment import AUTO, Assignment, assign, parted
 from .decisions import (
     ExpertKeys,
     as_keys,
@@ -20,7 +20,8 @@ from .decisions import (
     stacked_experts,
     unmatched_keys,
 )
-from .modules import Decision, infos_of
+from .fused import split_patterns
+from .modules import Decision, component_of, infos_of
 
 
 def get_default_muon_param_groups(
@@ -32,6 +33,7 @@ def get_default_muon_param_groups(
     adamw_lr: Any = None,
     decay_vectors: bool = True,
     convolutions: bool = False,
+    per_head: bool = False,
 ) -> list[dict[str, Any]]:
     """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
 
@@ -51,6 +53,9 @@ def get_default_muon_param_groups(
             dimensions a group of their own, without weight decay.
         convolutions: True gives Muon the convolutions of over four channels each way, too, read as
             matrices (first dimension, all the rest): its group says ``flatten=True``.
+        per_head: True parts query, key and value projections by their heads, which Muon then
+            orthogonalizes one by one: its group has a ``split`` for them. Sizes of heads come from
+            the modules and their config; what these do not tell stays whole, with one warning.
 
     Raises:
         ValueError: no model; one that FSDP1 has flattened.
@@ -74,8 +79,14 @@ def get_default_muon_param_groups(
             f"stacked experts, {share:.0%} of what is trained: {names}. Muon trains them by "
             f"expert_keys={keys}; expert_keys=[] leaves them to AdamW without this warning"
         ]
-    check_and_warn(model, decisions, expert_keys, adamw_keys, problems)
-    return groups_of(model, decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
+    groups = groups_of(model, decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
+    whole: Sequence[str] = ()
+    if per_head:
+        found, _, whole = parted(model, infos_of(model), decisions, {}, per_head)
+        by_head = {key: fused.by_head for key, fused in found.items() if fused.by_head is not None}
+        groups[0]["split"] = split_patterns(by_head, groups[0]["names"])
+    check_and_warn(model, decisions, expert_keys, adamw_keys, problems, whole)
+    return groups
 
 
 def check_and_warn(
@@ -84,15 +95,23 @@ def check_and_warn(
     expert_keys: ExpertKeys,
     adamw_keys: ExpertKeys,
     left_to_adamw: Sequence[str],
+    whole: Sequence[str],
 ) -> None:
     """Checks a model whose groups are made, and warns of what was hardly meant.
 
     Args:
         left_to_adamw: which parameters AdamW gets for lack of a word, and the word.
+        whole: names of projections whose heads can't be told apart.
     """
     _check_not_flattened(model)
     names = [decision.name for decision in decisions]
     problems = [f"left to AdamW: {'; '.join(left_to_adamw)}"] if left_to_adamw else []
+    if whole:
+        problems.append(
+            f"per_head: nothing tells the size of a head of {whole[0]}"
+            f"{f' and {len(whole) - 1} more' if whole[1:] else ''}: whole matrices, as without it "
+            f'(split={{"{component_of(whole[0])}": rows of a head}} parts them)'
+        )
     for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
         for key in unmatched_keys(decisions, as_keys(keys)):
             instead = did_you_mean([key], names)
@@ -159,16 +178,17 @@ def groups_for(
     adamw_keys: ExpertKeys,
     convolutions: bool,
     split: Any,
+    per_head: bool,
     adamw_lr: Any,
     decay_vectors: bool,
 ) -> tuple[list[dict[str, Any]], Any]:
     """The groups of `Muon.for_model`, and its ``split``; warns once of what nothing tells."""
-    made = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split)
+    made = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split, per_head)
     keys = None if expert_keys == AUTO else expert_keys
     problems = [
         f"{what}: {_listed(made, what)}" for what in dict.fromkeys(e.what for e in made.undecided)
     ]
-    check_and_warn(model, made.decisions, keys, adamw_keys, problems)
+    check_and_warn(model, made.decisions, keys, adamw_keys, problems, made.whole)
     groups = groups_of(
         model, made.decisions, made.expert_keys, adamw_lr, decay_vectors, convolutions
     )

@@ -137,13 +137,13 @@ def look_up(model: nn.Module, info: ParamInfo, keys: Sequence[str]) -> Optional[
     """
     around = (info.module, *info.above, model)
     sources = [config for module in around for config in configs_of(module)]
-    if not _may_be_divided(info):
+    if not may_be_divided(info):
         sources += info.module, *info.above
     sizes = (size_in(source, keys) for source in sources)
     return next((size for size in sizes if size is not None), None)
 
 
-def _may_be_divided(info: ParamInfo) -> bool:
+def may_be_divided(info: ParamInfo) -> bool:
     """Whether modules may tell sizes of one rank: not where FSDP2 alone shards the parameter."""
     param: Any = getattr(info.module, info.attribute, None)
     if not dtensors.is_dtensor(param):

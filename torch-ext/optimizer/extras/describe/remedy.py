@@ -127,7 +127,7 @@ def _beside(remedy: Remedy) -> str:
 # Arguments of `Muon.for_model` beside those of `Muon`, and their defaults.
 FOR_MODEL = {
     **{"expert_keys": AUTO, "split": AUTO, "adamw_keys": None, "adamw_lr": None},
-    **{"decay_vectors": True, "convolutions": False},
+    **{"decay_vectors": True, "convolutions": False, "per_head": False},
 }
 
 

@@ -108,6 +108,7 @@ def describe(
     adamw_lr: Any = None,
     weight_decay: Any = None,
     *,
+    per_head: bool = False,
     expert_keys: ExpertKeys = AUTO,
     split: Any = AUTO,
     convolutions: bool = False,
@@ -136,8 +137,8 @@ def describe(
 
     Args:
         model: the model, as it will be trained: sharded and wrapped already.
-        lr, adamw_lr, weight_decay, expert_keys, split, convolutions, is_muon_func, adamw_keys,
-            decay_vectors, options: as `Muon.for_model` takes them; None is not given.
+        lr, adamw_lr, weight_decay, per_head, expert_keys, split, convolutions, is_muon_func,
+            adamw_keys, decay_vectors, options: as `Muon.for_model` takes them; None is not given.
 
     Raises:
         ValueError: no model, parameters without a shape yet, options that Muon would refuse.
@@ -155,10 +156,11 @@ def describe(
         GROUP_OPTIONS["lr"].check("adamw_lr", adamw_lr)
     is_found = split == AUTO
     _check({**options, **({} if is_found else {"split": split})})
-    assignment = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split)
+    assignment = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split, per_head)
     given = {
         "expert_keys": expert_keys if expert_keys == AUTO else as_keys(expert_keys),
         "split": split,
+        "per_head": per_head,
         "adamw_keys": as_keys(adamw_keys),
         "adamw_lr": adamw_lr,
         "decay_vectors": decay_vectors,
