@@ -80,7 +80,7 @@ EXPECTED: dict[str, Expected] = {
         notes="routers tied",
         found={
             "expert_keys": ["input_linear", "output_linear", "experts"],
-            "split": {"model.layers.*.mlp.input_linear.weight": [112, 112]},
+            "split": {"model.layers.*.mlp.input_linear.weight": [112, 112], "kv_proj": [32, 32]},
         },
     ),
     "gpt_oss": Expected(
@@ -123,7 +123,7 @@ EXPECTED: dict[str, Expected] = {
     ),
     "mpt": Expected(notes="tied", found={"split": {"Wqkv": [64, 64, 64]}}),
     "opt": Expected(notes="tied"),
-    "mamba": Expected(notes="tied", found={"split": {"in_proj": [128, 128]}}),
+    "mamba": Expected(notes="tied", found={"split": {"in_proj": [128, 128], "x_proj": [4, 8, 8]}}),
     "mamba2": Expected(found={"split": {"in_proj": [128, 128, 16, 16, 8]}}),
     "rwkv": Expected(),
     "recurrent_gemma": Expected(warnings="stack", notes="tied"),

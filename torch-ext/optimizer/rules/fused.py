@@ -138,7 +138,9 @@ def split_patterns(split: Mapping[str, Any], others: Iterable[str]) -> dict[str,
 
 def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
     """A few patterns that match all of the names and none of the others; else the names."""
-    components = [[c] for c in reversed(names[0].split(".")) if not (c.isdigit() or c in _VAGUE)]
+    paths = [[c for c in n.split(".") if not (c.isdigit() or c in _VAGUE)] for n in names]
+    projections = list(dict.fromkeys(path[-1] for path in paths if path))
+    components = [[component] for component in reversed(paths[0])]
     alike: dict[tuple[str, ...], list[list[str]]] = {}  # names that differ in indices alone
     for split in (name.split(".") for name in names):
         alike.setdefault(tuple("*" if c.isdigit() else c for c in split), []).append(split)
@@ -148,10 +150,11 @@ def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
     ]
     letters = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*names))
     start = "".join(column[0] for column in letters)
-    for patterns in (*components, globs, [f"{start}*"]):
+    for patterns in (projections, *components, globs, [f"{start}*"]):
         match_all = all(any(matches(name, p) for p in patterns) for name in names)
         match_others = any(matches(name, p) for p in patterns for name in others)
-        if match_all and not match_others and len(patterns) <= (len(names) + 1) // 2:
+        is_short = patterns is projections or len(patterns) <= (len(names) + 1) // 2
+        if match_all and not match_others and is_short:
             return patterns
     return list(names)
 
