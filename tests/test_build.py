@@ -50,7 +50,7 @@ def test_build_toml_is_accepted_and_complete():
     assert config["general"]["version"] >= 1
     assert config["general"]["license"] == "Apache-2.0"
     assert config["general"]["hub"] == {"repo-id": "org/optimizer"}
-    assert config["torch-noarch"]["pyext"] == ["py", "pyi"]
+    assert config["torch-noarch"]["pyext"] == ["py", "pyi", "json"]
 
 
 NIX_OPTIONS = {"build-users-group": "", "download-attempts": "1"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from checkout import PACKAGE
 from kernel import optimizer
 
 recipes, Muon = optimizer.recipes, optimizer.Muon
@@ -132,6 +134,65 @@ def test_kimi_k2_needs_the_sizes_of_heads():
     del model.config.v_head_dim
     with pytest.raises(ValueError, match=r"needs model\.config\.v_head_dim"):
         recipes.kimi_k2(model)
+
+
+class DeepseekV4(nn.Module):
+    """The parameters of DeepSeek-V4, small, under transformers' names."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(o_lora_rank=16)
+        self.model, layer = nn.Module(), nn.Module()
+        self.model.embed_tokens = nn.Embedding(100, 32)
+        attention = layer.self_attn = nn.Module()
+        attention.q_a_proj, attention.q_b_proj = linear(24, 32), linear(64, 24)
+        attention.kv_proj, attention.kv_norm = linear(16, 32), nn.RMSNorm(16)
+        attention.o_a_proj, attention.o_b_proj = linear(32, 32), linear(32, 32)  # two groups
+        attention.compressor = nn.Module()
+        attention.compressor.position_bias = nn.Parameter(torch.randn(8, 16))
+        attention.sinks = nn.Parameter(torch.randn(4))
+        layer.mlp = nn.Module()
+        layer.mlp.gate, layer.mlp.experts = linear(4, 32), Experts()
+        for name in ("attn_hc", "ffn_hc"):
+            connection = nn.Module()
+            connection.fn = nn.Parameter(torch.randn(24, 128))
+            connection.base = nn.Parameter(torch.randn(24))
+            connection.scale = nn.Parameter(torch.randn(3))
+            setattr(layer, name, connection)
+        self.model.layers = nn.ModuleList([layer])
+        self.lm_head = linear(100, 32)
+
+
+def test_deepseek_v4_has_adamw_for_what_its_report_names_and_the_reports_numbers():
+    model = DeepseekV4()
+    optim = Muon(**recipes.deepseek_v4(model), ns_dtype=torch.float32)
+    muon, adamw = optim.param_groups
+    assert {name.replace("model.layers.0.", "") for name in optim.names[1]} == {
+        *("model.embed_tokens.weight", "lm_head.weight", "self_attn.kv_norm.weight"),
+        *(f"{name}_hc.{what}" for name in ("attn", "ffn") for what in ("base", "scale")),
+        *("self_attn.sinks", "self_attn.compressor.position_bias"),
+    }
+    assert muon["lr"] == adamw["lr"] == 2e-4 and muon["weight_decay"] == 0.1
+    assert (muon["adjust_lr"], muon["momentum"], muon["nesterov"]) == (0.18, 0.95, True)
+    assert (muon["ns_coefficients"], muon["ns_steps"]) == ("deepseekv4", 10)
+    assert (adamw["adamw_betas"], adamw["adamw_eps"]) == ((0.9, 0.95), 1e-20)
+    matrices = {row["name"]: row["matrices"] for row in optim.summary().rows}
+    assert matrices["model.layers.0.self_attn.o_a_proj.weight"] == 2
+    assert matrices["model.layers.0.mlp.experts.gate_up_proj"] == 8
+    name, lr = "model.layers.0.self_attn.q_b_proj.weight", 2e-4
+    before = step(model, optim)[name]
+    update = (before * (1 - lr * 0.1) - dict(model.named_parameters())[name].detach()) / lr
+    assert update.square().mean().sqrt().item() == pytest.approx(0.18, rel=0.01)
+
+
+def test_every_published_value_has_its_source_beside_it():
+    file = PACKAGE / "extras" / "recipes" / "published.json"
+    for recipe, entries in json.loads(file.read_text()).items():
+        assert entries.pop("report") and recipe in recipes.__all__
+        assert entries.pop("builds_on", "moonlight") in recipes.__all__
+        for key, entry in entries.items():
+            assert entry.keys() == {"value", "source"} and entry["source"], f"{recipe}: {key}"
 
 
 class NanochatGPT(nn.Module):

@@ -47,6 +47,7 @@ MODULES = {
 FOR_ONE_PURPOSE = {
     ("cpu_offload/arena.py", "ctypes"): {"c_ubyte"},  # memory that mmap has made
     ("cpu_offload/arena.py", "os"): {"getpid"},
+    ("extras/recipes/__init__.py", "pkgutil"): {"get_data"},  # of the package's own JSON
     ("parameters/validation.py", "os"): {"path"},  # whose code a warning is about
     ("triton_kernels/__init__.py", "importlib"): {"util"},  # whether there is a triton
 }
@@ -99,6 +100,17 @@ def test_no_module_that_reaches_outside_is_imported(source):
         assert used <= FOR_ONE_PURPOSE[file, top], f"{file} uses {used} of {top}"
 
 
+def test_the_only_file_that_is_opened_is_the_json_of_the_recipes():
+    recipes = PACKAGE / "extras" / "recipes"
+    calls = [
+        node
+        for node in ast.walk(ast.parse((recipes / "__init__.py").read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pkgutil.get_data"
+    ]
+    assert [ast.unparse(call) for call in calls] == ["pkgutil.get_data(__name__, 'published.json')"]
+    assert list(PACKAGE.rglob("*.json")) == [recipes / "published.json"]
+
+
 @each_source
 def test_nothing_unpickles_runs_text_reads_the_environment_or_sends_objects(source):
     tree = ast.parse(source.read_text())
@@ -139,9 +151,9 @@ def is_triton(source: Path, node: ast.Attribute) -> bool:
 
 
 @pytest.mark.kernels_ci
-def test_the_package_is_python():
+def test_the_package_is_python_and_one_table():
     suffixes = {path.suffix for path in PACKAGE.rglob("*") if path.is_file()} - {".pyc"}
-    assert suffixes == {".py"}
+    assert suffixes == {".py", ".json"}
 
 
 # Checkpoints

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV4Config
 
 from kernel import optimizer
 
@@ -40,22 +41,48 @@ KIMI_K2: dict[str, Any] = {
 }
 MOONLIGHT = {**KIMI_K2, "q_lora_rank": None, "n_shared_experts": 2}  # queries without a latent
 
-RECIPES = {"kimi_k2": KIMI_K2, "moonlight": MOONLIGHT}
+# Of deepseek-ai/DeepSeek-V4-Flash's kind, with one layer of each kind of attention.
+DEEPSEEK_V4: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1024,
+}
+
+RECIPES = {
+    "kimi_k2": DeepseekV3Config(**KIMI_K2),
+    "moonlight": DeepseekV3Config(**MOONLIGHT),
+    "deepseek_v4": DeepseekV4Config(**DEEPSEEK_V4),
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_train_the_models_of_their_configurations(name):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**RECIPES[name]))
+    model = AutoModelForCausalLM.from_config(RECIPES[name])
     optim = optimizer.Muon(**getattr(optimizer.recipes, name)(model, lr=0.01))
     if name == "kimi_k2":
         optim.qk_recorder = optimizer.QKLogitRecorder(model)
     muon, adamw = optim.names
-    assert {n for n in adamw if "norm" not in n} == {"model.embed_tokens.weight", "lm_head.weight"}
+    of_adamw = {
+        n for n in adamw if not re.search(r"norm|_hc\.(base|scale)|hc_(base|scale)|bias|sinks", n)
+    }
+    assert of_adamw == {"model.embed_tokens.weight", "lm_head.weight"}
     assert set(muon) | set(adamw) == {n for n, p in model.named_parameters()}
     matrices = {row["name"]: row["matrices"] for row in optim.summary().rows}
     stacked = [n for n in muon if n.endswith("gate_up_proj")]
-    assert all(matrices[n] == 2 * KIMI_K2["n_routed_experts"] for n in stacked)
+    assert all(matrices[n] == 2 * RECIPES[name].n_routed_experts for n in stacked)
     tokens = torch.randint(KIMI_K2["vocab_size"], (4, 32))
     losses = []
     for _ in range(12):

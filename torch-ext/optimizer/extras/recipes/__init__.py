@@ -4,30 +4,32 @@ A recipe takes a model and returns keyword arguments: its user writes one line::
 
     optimizer = Muon(**recipes.kimi_k2(model))
 
-`published` has the numbers, and the source of each. Learning rates are the highest of a schedule;
-the schedule itself is up to the trainer.
+published.json has each value with its source beside it, a section of the report or a file. What a
+source does not say is the value of the recipe that it builds on. Learning rates are the highest of
+a schedule; the schedule itself is up to the trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import json
+import pkgutil
+from collections.abc import Sequence
+from typing import Any, Optional
 
 from torch import nn
 
 from ...parameters.names import has_component, normalize_name, state_dict_key
 from ...rules.groups import get_default_muon_param_groups
-from . import published
-from .published import KIMI_K2, MOONLIGHT, NANOCHAT
 
-__all__ = ["kimi_k2", "moonlight", "nanochat"]
+__all__ = ["deepseek_v4", "kimi_k2", "moonlight", "nanochat"]
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-def moonlight(model: nn.Module, lr: Any = MOONLIGHT["lr"]) -> dict[str, Any]:
+def moonlight(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     """`Muon`'s arguments for Moonlight, 16 B parameters (Liu et al. 2025, arXiv:2502.16982).
 
     Muon for matrices, routers among them; AdamW, with the same learning rate and decay (section
@@ -35,15 +37,15 @@ def moonlight(model: nn.Module, lr: Any = MOONLIGHT["lr"]) -> dict[str, Any]:
 
     Args:
         model: with latent attention and experts, under the names of DeepSeek-V3 in transformers.
-        lr: the highest learning rate.
+        lr: the highest learning rate; None is the published one.
 
     Raises:
         ValueError: no such parts.
     """
-    return _deepseek_v3("moonlight", model, {**MOONLIGHT, "lr": lr})
+    return _arguments("moonlight", model, lr)
 
 
-def kimi_k2(model: nn.Module, lr: Any = KIMI_K2["lr"]) -> dict[str, Any]:
+def kimi_k2(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     """`Muon`'s arguments for Kimi K2, 1 T parameters: MuonClip (Kimi Team 2025, arXiv:2507.20534).
 
     Muon as Moonlight's, and QK-Clip: `step` wants ``qk_logits``, or a `QKLogitRecorder`.
@@ -51,85 +53,134 @@ def kimi_k2(model: nn.Module, lr: Any = KIMI_K2["lr"]) -> dict[str, Any]:
     Args:
         model: with latent attention and experts, under the names of DeepSeek-V3 in transformers,
             and a ``config`` that has the sizes of heads.
-        lr: the highest learning rate.
+        lr: the highest learning rate; None is the published one.
 
     Raises:
         ValueError: no such parts, or sizes.
     """
-    arguments = _deepseek_v3("kimi_k2", model, {**KIMI_K2, "lr": lr})
-    config = getattr(model, "config", None)
-    clip: dict[str, Any] = dict(published.KIMI_K2_CLIP)
-    for size in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        clip[size] = getattr(config, size, None)
-        if clip[size] is None:
-            raise ValueError(f"recipes.kimi_k2 needs model.config.{size}, which this model has not")
-    return {**arguments, "clip_config": clip}
+    return _arguments("kimi_k2", model, lr)
 
 
-def _deepseek_v3(recipe: str, model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Default groups and options, of a model with the parts of DeepSeek-V3."""
-    params = dict(model.named_parameters())
-    for part in published.DEEPSEEK_V3:
-        words = part.split()
-        if not any(has_component(name, words) for name in params):
-            raise _missing(recipe, " or ".join(words), model)
-    stacked = [n for n, p in params.items() if p.ndim == 3 and has_component(n, ["experts"])]
-    groups = get_default_muon_param_groups(model, expert_keys=["experts"] if stacked else None)
-    arguments = {"params": groups, **options}
-    if any(has_component(name, ["gate_up_proj"]) for name in stacked):
-        arguments["split"] = dict(published.STACKED_EXPERTS)
-    return arguments
+def deepseek_v4(model: nn.Module, lr: Any = None) -> dict[str, Any]:
+    """`Muon`'s arguments for DeepSeek-V4, up to 1.6 T parameters (arXiv:2606.19348).
+
+    AdamW for embedding, prediction head, norms, and the static biases and gating factors of
+    hyper-connections; Muon for the other matrices. The report does not name the position biases
+    of compressors: AdamW gets them, as all biases.
+
+    Args:
+        model: under the names of DeepSeek-V4 in transformers, with a ``config`` that has
+            ``o_lora_rank``.
+        lr: the highest learning rate; None is that of DeepSeek-V4-Pro, which is below Flash's.
+
+    Raises:
+        ValueError: no such parts, or sizes.
+    """
+    return _arguments("deepseek_v4", model, lr)
 
 
 def nanochat(
     model: nn.Module,
-    unembedding_lr: float = NANOCHAT["unembedding_lr"],
-    embedding_lr: float = NANOCHAT["embedding_lr"],
-    matrix_lr: float = NANOCHAT["matrix_lr"],
-    weight_decay: float = NANOCHAT["weight_decay"],
-    scalar_lr: float = NANOCHAT["scalar_lr"],
+    unembedding_lr: Optional[float] = None,
+    embedding_lr: Optional[float] = None,
+    matrix_lr: Optional[float] = None,
+    weight_decay: Optional[float] = None,
+    scalar_lr: Optional[float] = None,
 ) -> dict[str, Any]:
     """`MuonAdamW`'s arguments for nanochat's GPT of July 2026 (karpathy/nanochat at 92d63d4).
 
     Args:
         model: with nanochat's names of parameters, and no others.
         unembedding_lr, embedding_lr, matrix_lr, weight_decay, scalar_lr: arguments of
-            ``setup_optimizer``, by default those of scripts/base_train.py before it adapts them to
-            batch size and horizon.
+            ``setup_optimizer``; None is what scripts/base_train.py has for them before it adapts
+            them to batch size and horizon.
 
     Raises:
         ValueError: a part is missing, or a parameter belongs to none.
     """
+    given = dict(unembedding_lr=unembedding_lr, embedding_lr=embedding_lr, matrix_lr=matrix_lr)
+    given.update(weight_decay=weight_decay, scalar_lr=scalar_lr)
+    published = _values("nanochat")
+    rates = {**published["rates"], **{k: v for k, v in given.items() if v is not None}}
     left = {state_dict_key(name): param for name, param in model.named_parameters()}
+    tables = [p for n, p in left.items() if normalize_name(n) == "transformer.wte.weight"]
+    by_width = (tables[0].shape[1] / published["width"]) ** -0.5 if tables else 1.0
 
-    def take(parts: Sequence[str]) -> dict[str, Any]:
-        """Parameters, and their names, that begin with any of the parts."""
+    def group(parts: Sequence[str], **options: Any) -> dict[str, Any]:
+        """A group of the parameters whose names begin with any of the parts."""
         chosen: dict[str, nn.Parameter] = {}
         for part in parts:
             names = [n for n in left if f"{normalize_name(n)}.".startswith(f"{part}.")]
             if not names:
                 raise _missing("nanochat", part, model)
             chosen.update({name: left.pop(name) for name in names})
-        return {"params": list(chosen.values()), "names": list(chosen)}
+        params, lr = list(chosen.values()), options["lr"]
+        return {"params": params, "names": list(chosen), **options, "initial_lr": lr}
 
-    tables = [p for n, p in left.items() if normalize_name(n) == "transformer.wte.weight"]
-    by_width = (tables[0].shape[1] / published.NANOCHAT_WIDTH) ** -0.5 if tables else 1.0
-    rates = {"unembedding_lr": unembedding_lr * by_width, "embedding_lr": embedding_lr * by_width}
-    rates.update(scalar_lr=scalar_lr, constant=1.0)
+    scaled = {key: rates[key] * by_width for key in ("unembedding_lr", "embedding_lr")}
+    scaled.update(scalar_lr=rates["scalar_lr"], constant=1.0)
     groups = []
-    for parts, (factor, argument), betas, decay in published.NANOCHAT_ADAMW:
-        own = {"kind": "adamw", "lr": factor * rates[argument], "betas": betas}
-        own.update(eps=published.NANOCHAT_ADAMW_EPS, weight_decay=decay)
-        groups.append({**take(parts), **own})
-    own = {"kind": "muon", "lr": matrix_lr, "weight_decay": weight_decay}
-    matrices = {**take(published.NANOCHAT_MATRICES), **own, **published.NANOCHAT_MUON}
-    groups.append(matrices)
-    for group in groups:
-        group["initial_lr"] = group["lr"]
-    left.update((n, p) for n, p in zip(matrices["names"], matrices["params"]) if p.ndim != 2)
+    for options in published["adamw"]:
+        factor, rate = options["lr"]
+        own = {**options, "lr": factor * scaled[rate], "betas": tuple(options["betas"])}
+        groups.append(group(kind="adamw", eps=published["adamw_eps"], **own))
+    own = {"lr": rates["matrix_lr"], "weight_decay": rates["weight_decay"], **published["muon"]}
+    groups.append(group(kind="muon", **own))
+    left.update((n, p) for n, p in zip(groups[-1]["names"], groups[-1]["params"]) if p.ndim != 2)
     for name, param in left.items():
         raise ValueError(f"recipes.nanochat has no group for {name}, {tuple(param.shape)}")
     return {"param_groups": groups, "version": "2026-07"}
+
+
+def _arguments(recipe: str, model: nn.Module, lr: Any) -> dict[str, Any]:
+    """`Muon`'s arguments by a recipe of published.json.
+
+    A value "config.x" is the ``x`` of the model's config. The keys ``parts`` and ``split`` name
+    components of parameters' names.
+    """
+    names = [name for name, _ in model.named_parameters()]
+
+    def has(component: str) -> bool:
+        return any(has_component(name, [component]) for name in names)
+
+    def resolve(value: Any) -> Any:
+        if not (isinstance(value, str) and value.startswith("config.")):
+            return value
+        size = getattr(getattr(model, "config", None), value[len("config.") :], None)
+        if size is None:
+            raise ValueError(f"recipes.{recipe} needs model.{value}, which this model has not")
+        return size
+
+    options = _values(recipe)
+    for part in options.pop("parts"):
+        if not any(map(has, part.split())):
+            raise _missing(recipe, " or ".join(part.split()), model)
+    stacked = any(
+        p.ndim == 3 and has_component(n, ["experts"]) for n, p in model.named_parameters()
+    )
+    options["params"] = get_default_muon_param_groups(
+        model, expert_keys=["experts"] if stacked else None
+    )
+    options["split"] = {key: value for key, value in options["split"].items() if has(key)} or None
+    for key in ("split", "clip_config"):
+        if options.get(key):
+            options[key] = {name: resolve(value) for name, value in options[key].items()}
+    options["adamw_betas"] = tuple(options["adamw_betas"])
+    return options if lr is None else {**options, "lr": lr}
+
+
+def _values(recipe: str) -> dict[str, Any]:
+    """The values of a recipe, by key, with those of the recipe that it builds on."""
+    entries = json.loads(_published())[recipe]
+    values = _values(entries["builds_on"]) if "builds_on" in entries else {}
+    values.update((k, entry["value"]) for k, entry in entries.items() if isinstance(entry, dict))
+    return values
+
+
+@functools.cache
+def _published() -> bytes:
+    """The text of published.json, which is read on the first use."""
+    return pkgutil.get_data(__name__, "published.json") or b""
 
 
 def _missing(recipe: str, part: str, model: nn.Module) -> ValueError:
