@@ -77,8 +77,15 @@ def projection_head(model: nn.Module, info: ParamInfo, weight: str, rows: int) -
 
 def attention_of(info: ParamInfo) -> nn.Module:
     """The module whose projection a parameter is."""
-    is_direct = isinstance(info.module, nn.MultiheadAttention) or not info.around
-    return info.module if is_direct else info.around[0]
+    around = info.around[1:] if is_wrapped(info) else info.around
+    is_direct = isinstance(info.module, nn.MultiheadAttention) or not around
+    return info.module if is_direct else around[0]
+
+
+def is_wrapped(info: ParamInfo) -> bool:
+    """Whether it is the ``linear`` of a module that wraps one: ``q_proj.linear.weight``."""
+    names = [type(module).__name__ for module in info.around[:1]] if len(info.around) > 1 else []
+    return info.path[-1:] == ["linear"] and any("Linear" in n or "Projection" in n for n in names)
 
 
 def heads_of(info: ParamInfo, rows: int) -> Optional[int]:

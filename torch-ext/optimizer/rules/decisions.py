@@ -57,7 +57,7 @@ _TABLES = {"embed", "embeds", "embedding", "embeddings", "emb", "latents", "prob
 _TABLES |= {"prompts", "queries", "query", "table", "token", "tokens"}
 
 # Two-dimensional, but of numbers that are used one by one.
-ELEMENTWISE = frozenset({"A_log", "D", "alpha", "gamma", "scale"})
+ELEMENTWISE = frozenset({"A_log", "D", "alpha", "gamma", "scale", "static_weight"})
 _ADAPTERS_ELEMENTWISE = "oft_R"  # PEFT: halves of skew matrices, called oft_R.<adapter>.weight
 
 # How some reasons begin or end; other modules recognize these reasons by it.

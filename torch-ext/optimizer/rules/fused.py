@@ -24,7 +24,7 @@ from .attention import (
     SizeOf,
     attention_of,
     heads_of,
-    own_size,
+    is_wrapped,
     projection_head,
 )
 from .modules import (
@@ -51,50 +51,49 @@ _GATED = {"gate_up_proj", "gate_and_up_proj", "gate_up", "w13", "w1_w3", "w12"}
 _GATED_BY_CONFIG = {"Wi", "input_linear"}
 _GATE_BESIDE_UP = "GptOss"  # classes that have them row by row, or column by column, in turn
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size")
-# State-space layers: what configurations and modules call the inner width, groups, state, heads.
-_SSM_SIZES = (
-    ("intermediate_size", "mamba_intermediate", "d_inner"),
-    ("n_groups", "mamba_n_groups", "mamba_ngroups", "ngroups"),
-    ("state_size", "ssm_state_size", "mamba_d_state", "d_state"),
-    ("num_heads", "mamba_n_heads", "n_mamba_heads", "nheads"),
+# Weights that hold parts one below the other: their names; parts of the names of classes that have
+# them (*: any; ?: any, where sizes fit); how often the parts come (-: once; HEADS: once for each
+# head; n, head: any number of times; [n]: each time is a matrix); what they hold; the rows of each
+# part, by what modules or configurations call them, or in how many equal parts they are.
+_LAYOUTS = tuple(
+    tuple(map(str.strip, line.split("|")))
+    for line in """
+    q_proj | ? | HEADS | Q and gate of each head | q=HEAD_DIM gate=HEAD_DIM
+    q_gate_proj | * | head | Q and gate of each head | q=qk_head_dim gate=v_head_dim
+    kv_b_proj wkv_b | * | head | K and V of each head | k=qk_nope_head_dim v=v_head_dim
+    kv_a_proj_with_mqa wkv_a | * | - | latent and rotary keys | c=kv_lora_rank rope=qk_rope_head_dim
+    index_qk_proj | * | - | Q and K | q=index_n_heads*index_head_dim k=index_kv_heads*index_head_dim
+    in_proj_qkv | * | - | Q, K and V | q=KEYS*KEY_DIM k=KEYS*KEY_DIM v=VALUES*VALUE
+    in_proj_qkvz | * | head | Q, K, V and gate | q=KEY_DIM k=KEY_DIM v=EACH*VALUE z=EACH*VALUE
+    in_proj_ba | * | head | steps and decays | b=EACH a=EACH
+    qkv_opreact | xLSTM | - | Q, K, V and gate | q=qk_dim k=qk_dim v=v_dim gate=v_dim
+    ifgate_preact proj_up_gate_z | xLSTM | - | two projections | 2
+    in_proj | ShortConv | - | B, C and input | 3
+    in_proj | ZambaMambaMixer | n | input and gate, in turn, | input=1 gate=1
+    in_proj | ? | - | input and gate | input=INNER gate=INNER
+    in_proj | ? | - | gate, input, B, C and steps | z=INNER x=INNER B=N*STATE C=N*STATE steps=STEPS
+    x_proj | MambaMixer | - | steps, B and C | steps=time_step_rank B=STATE C=STATE
+    kv_proj | CSACompressor DeepseekV4Indexer | - | keys of two windows | 2
+    gate_proj | CSACompressor DeepseekV4Indexer | - | gates of two windows | 2
+    fc1 | MoshiGatingMLP | - | gate and up projection | 2
+    linear_start | LightConv1d | - | values and gates | 2
+    w1 v1 w2 | DbrxExpert | [n] | experts | expert=ffn_hidden_size
+    per_layer_model_projection | * | [n] | one for each layer | layer=hidden_size_per_layer_input
+    """.strip().splitlines()
 )
-# What each head's rows hold, by name of the weight, and the names of their sizes.
-_EACH_HEAD = {
-    "kv_b_proj": ("K and V of each head", {"k": "qk_nope_head_dim", "v": "v_head_dim"}),
-    "wkv_b": ("K and V of each head", {"k": "qk_nope_head_dim", "v": "v_head_dim"}),
-    "q_gate_proj": ("Q and gate of each head", {"q": "qk_head_dim", "gate": "v_head_dim"}),
+# Sizes that have several names, and one that is computed: value heads of a key head.
+_SIZES = {
+    "HEADS": HEADS,
+    "HEAD_DIM": HEAD_DIM,
+    "KEYS": ["linear_num_key_heads"],
+    "VALUES": ["linear_num_value_heads"],
+    "KEY_DIM": ["linear_key_head_dim"],
+    "VALUE": ["linear_value_head_dim"],
+    "INNER": ["intermediate_size", "mamba_intermediate", "d_inner"],
+    "N": ["n_groups", "mamba_n_groups", "mamba_ngroups", "ngroups"],
+    "STATE": ["state_size", "ssm_state_size", "mamba_d_state", "d_state"],
+    "STEPS": ["num_heads", "mamba_n_heads", "n_mamba_heads", "nheads"],
 }
-# Weights by name, and by parts of the name of the class that holds them (none: any): what they
-# hold, and the rows of each part, by what modules or configurations call them; or how many equal
-# parts; or what the rows of each of any number are called; or the notation.
-_BY_CLASS = (
-    (
-        "kv_a_proj_with_mqa wkv_a",
-        "",
-        "latent and rotary keys",
-        ("kv_lora_rank", "qk_rope_head_dim"),
-    ),
-    (
-        "index_qk_proj",
-        "",
-        "Q and K",
-        ("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim"),
-    ),
-    ("in_proj", "ShortConv", "B, C and input", 3),
-    ("in_proj", "ZambaMambaMixer", "input and gate, in turn,", "(n (input=1 + gate=1)) dim"),
-    ("x_proj", "MambaMixer", "steps, B and C", ("time_step_rank", *["ssm_state_size"] * 2)),
-    ("kv_proj", "CSACompressor DeepseekV4Indexer", "keys of two windows", 2),
-    ("gate_proj", "CSACompressor DeepseekV4Indexer", "gates of two windows", 2),
-    ("fc1", "MoshiGatingMLP", "gate and up projection", 2),
-    ("qkv_opreact", "xLSTM", "Q, K, V and gate", ("qk_dim", "qk_dim", "v_dim", "v_dim")),
-    ("ifgate_preact proj_up_gate_z", "xLSTM", "two projections", 2),
-    ("w1 v1 w2", "DbrxExpert", "experts", "ffn_hidden_size"),
-    ("per_layer_model_projection", "", "one for each layer", "hidden_size_per_layer_input"),
-)
-_LINEAR_ATTENTION = {"in_proj_qkvz": "Q, K, V and gate", "in_proj_ba": "steps and decays"}
-_LINEAR_ATTENTION |= {"in_proj_qkv": "Q, K and V"}
-_LINEAR_SIZES = ["linear_num_key_heads", "linear_num_value_heads"]
-_LINEAR_SIZES += ["linear_key_head_dim", "linear_value_head_dim"]
 _GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
 
 
@@ -139,7 +138,8 @@ def split_patterns(split: Mapping[str, Any], others: Iterable[str]) -> dict[str,
 def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
     """A few patterns that match all of the names and none of the others; else the names."""
     paths = [[c for c in n.split(".") if not (c.isdigit() or c in _VAGUE)] for n in names]
-    projections = list(dict.fromkeys(path[-1] for path in paths if path))
+    layers = [path[-1] for name, path in zip(names, paths) if path and name.endswith(".weight")]
+    projections = list(dict.fromkeys(layers))
     components = [[component] for component in reversed(paths[0])]
     alike: dict[tuple[str, ...], list[list[str]]] = {}  # names that differ in indices alone
     for split in (name.split(".") for name in names):
@@ -171,13 +171,15 @@ class Part(NamedTuple):
     heads: Optional[int] = 1
 
 
-def _of_heads(holds: str, parts: Sequence[Part], loop: str = "") -> Fused:
-    """A weight of heads: the parts one below the other, or as often as ``loop`` says."""
+def _fused(holds: str, parts: Sequence[Part], loop: str = "") -> Fused:
+    """A weight whose parts come one below the other, or as often as ``loop`` says; those of
+    attention consist of heads."""
     split: Split = [part.rows for part in parts]
     if loop:
         split = f"({loop} ({' + '.join(f'{part.name}={part.rows}' for part in parts)})) dim"
-    if any(part.heads is None or part.rows % part.heads for part in parts):
-        return Fused(holds, split, has_heads=True)
+    has_heads = any(part.name in ("q", "k", "v") for part in parts)
+    if not has_heads or any(part.heads is None or part.rows % part.heads for part in parts):
+        return Fused(holds, split, has_heads=has_heads)
     sizes = [(part.name, part.heads or 1, part.rows // (part.heads or 1)) for part in parts]
     by_head: Split = sizes[0][-1]
     if any(size != by_head for *_, size in sizes):
@@ -208,7 +210,7 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
         return None
     if isinstance(info.module, nn.MultiheadAttention) and info.attribute == "in_proj_weight":
         parts = [Part(name, shape[0] // 3, info.module.num_heads) for name in "qkv"]
-        return _of_heads(_HOLDS, parts)
+        return _fused(_HOLDS, parts)
     for name in class_names(info.module):
         if name in _GATES and info.attribute.startswith(("weight_ih", "weight_hh")):
             return Fused(f"{_GATES[name]} gates", shape[0] // _GATES[name])
@@ -222,8 +224,8 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
             return Fused(f"{groups} groups of a linear layer", shape[0] // groups)
     weight, above = _weight_name(info), _classes(attention_of(info))
     if len(shape) == 2:
-        fused = _in_two_dimensions(shape[0], info, size_of, weight)
-        if fused is not None:
+        is_listed, fused = _listed(shape[0], info, size_of, weight, above)
+        if is_listed:
             return fused
     if weight.startswith("adaLN_mod") or (weight == "linear" and "AdaLayerNorm" in above):
         count, rest = divmod(shape[0], shape[-1])
@@ -236,7 +238,7 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
     rows, cols = reversed(shape) if info.is_conv1d else shape
     if is_both:
         halves = [Part(name, rows // 2, heads_of(info, rows // 2)) for name in "kv"]
-        fused = _of_heads("K and V", halves) if rows % 2 == 0 else Fused("K and V")
+        fused = _fused("K and V", halves) if rows % 2 == 0 else Fused("K and V")
         return _oriented(fused, "k v", info)
     return _oriented(_qkv(info, size_of, weight, rows, cols, above), "q k v", info)
 
@@ -260,102 +262,61 @@ def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
     )
 
 
-def _in_two_dimensions(rows: int, info: ParamInfo, size_of: SizeOf, weight: str) -> Optional[Fused]:
-    """What the tables and rules know by name, of a matrix of so many rows."""
-    classes = _classes(attention_of(info))
-    for names, parts_of_class, holds, sizes in _BY_CLASS:
-        if weight in names.split() and any(p in classes for p in parts_of_class.split() or [""]):
-            return _by_sizes(rows, info, size_of, holds, sizes)
-    if weight == "in_proj":
-        return _state_space(rows, info)
-    if weight in _EACH_HEAD:
-        holds, keys = _EACH_HEAD[weight]
-        parts = [Part(name, _size(info, size_of, key) or 0) for name, key in keys.items()]
-        each = sum(part.rows for part in parts)
-        is_known = all(part.rows for part in parts) and rows % each == 0
-        return _of_heads(holds, parts, "head") if is_known else Fused(holds)
-    if weight in _LINEAR_ATTENTION:
-        return _linear_attention(rows, size_of, weight)
-    if weight == "q_proj":  # of gated attention (Qwen3-Next, Qwen3.5): each head's, then its gate
-        heads, size = size_of(HEADS), _size(info, size_of, *HEAD_DIM)
-        heads = own_size(info, HEADS) or heads
-        if heads is not None and size is not None and rows == 2 * heads * size:
-            parts = [Part("q", size), Part("gate", size)]
-            return _of_heads("Q and gate of each head", parts, "head")
-    return None
+def _listed(
+    rows: int, info: ParamInfo, size_of: SizeOf, weight: str, classes: str
+) -> tuple[bool, Optional[Fused]]:
+    """Whether `_LAYOUTS` has a weight of so many rows, and what it holds."""
+    # A module comes first: its sizes may be others than the configuration's. Not where they are
+    # those of one rank, which don't fit.
+    own = functools.partial(size_in, attention_of(info))
+    finders: tuple[SizeOf, ...] = (lambda keys: own(keys) or size_of(keys), size_of)
+    found: tuple[bool, Optional[Fused]] = False, None
+    for names, owners, loop, holds, layout in _LAYOUTS:
+        is_owned = owners in "*?" or any(owner in classes for owner in owners.split())
+        if weight not in names.split() or not is_owned:
+            continue
+        if layout.isdigit():
+            count, rest = int(layout), rows % int(layout)
+            return True, Fused(holds, None if rest else [rows // count] * count)
+        is_any_known = False
+        for find in finders:
+            parts = [_part(term, find) for term in layout.split()]
+            is_any_known |= any(part.rows for part in parts)
+            total = sum(part.rows for part in parts)
+            if not all(part.rows for part in parts) or rows % total:
+                if loop == "-" and rows == parts[0].rows:
+                    return True, None  # of latent attention without rotary keys
+            elif loop == "[n]":
+                return True, Fused(holds, total)
+            elif loop in ("n", "head"):
+                return True, _fused(holds, parts, loop)
+            elif rows == (1 if loop == "-" else _size(loop, find)) * total:
+                return True, _fused(holds, parts, "" if loop == "-" else "head")
+        if owners != "?" and (is_any_known or weight not in _QKV):
+            found = True, Fused(holds)
+    return found
 
 
-def _by_sizes(
-    rows: int, info: ParamInfo, size_of: SizeOf, holds: str, sizes: Any
-) -> Optional[Fused]:
-    """A weight of `_BY_CLASS`."""
-    if isinstance(sizes, int):
-        return Fused(holds, [rows // sizes] * sizes if rows % sizes == 0 else None)
-    if isinstance(sizes, str) and " " in sizes:
-        return Fused(holds, sizes)
-    if isinstance(sizes, str):
-        each = _size(info, size_of, sizes)
-        return Fused(holds, each if each is not None and rows % each == 0 else None)
-    parts = []
-    for number, product in enumerate(sizes):
-        *counts, size = (_size(info, size_of, key) or 0 for key in product.split("*"))
-        parts.append(Part(f"part{number}", math.prod(counts) * size, *counts))
-    if rows == parts[0].rows:
-        return None  # of latent attention without rotary keys
-    if 0 in (part.rows for part in parts) or sum(part.rows for part in parts) != rows:
-        return Fused(holds)
-    if any("*" in product for product in sizes):
-        return _of_heads(holds, parts)
-    return Fused(holds, [part.rows for part in parts])
+def _size(name: str, find: SizeOf) -> int:
+    """A size of `_LAYOUTS`, 0 where nothing tells it."""
+    if name == "EACH":
+        return _size("VALUES", find) // (_size("KEYS", find) or 1)
+    return int(name) if name.isdigit() else find(_SIZES.get(name, [name])) or 0
 
 
-def _size(info: ParamInfo, size_of: SizeOf, *keys: str) -> Optional[int]:
-    """A size that is one head's or one module's: the module comes first, since the sizes of some
-    layers are not those of the configuration."""
-    return size_in(attention_of(info), keys) or size_of(keys)
-
-
-def _linear_attention(rows: int, size_of: SizeOf, weight: str) -> Optional[Fused]:
-    """The gated delta net: key head by key head in Qwen3-Next, one below the other in Qwen3.5.
-
-    None if nothing tells of it: others call their softmax attention's projection in_proj_qkv.
-    """
-    sizes, holds = [size_of([key]) for key in _LINEAR_SIZES], _LINEAR_ATTENTION[weight]
-    if None in sizes:
-        return Fused(holds) if any(sizes) or weight not in _QKV else None
-    key_heads, value_heads, key_dim, value_dim = (size or 1 for size in sizes)
-    each = value_heads // key_heads  # value heads of a key head
-    if weight == "in_proj_qkv":
-        key = key_heads * key_dim
-        parts = [Part("q", key, key_heads), Part("k", key, key_heads)]
-        parts.append(Part("v", value_heads * value_dim, value_heads))
-        expected, loop = 2 * key + value_heads * value_dim, ""
-    elif weight == "in_proj_qkvz":
-        parts = [Part("q", key_dim), Part("k", key_dim)]
-        parts += [Part("v", each * value_dim, each), Part("z", each * value_dim, each)]
-        expected, loop = 2 * key_heads * (key_dim + each * value_dim), "head"
-    else:  # one row for each head
-        fits = rows == 2 * value_heads
-        return Fused(holds, f"(head (b={each} + a={each})) dim" if fits else None)
-    return _of_heads(holds, parts, loop) if rows == expected else Fused(holds)
-
-
-def _state_space(rows: int, info: ParamInfo) -> Optional[Fused]:
-    """Mamba's input and gate; with B, C and the steps of all heads, Mamba-2's."""
-    module = info.above[0] if info.above else info.module
-    inner, groups, state, heads = (size_in(module, keys) for keys in _SSM_SIZES)
-    if inner is not None and rows == 2 * inner:
-        return Fused("input and gate", [inner, inner])
-    if None not in (inner, groups, state, heads):
-        counts = [inner, inner, groups * state, groups * state, heads]  # type: ignore[operator]
-        if sum(counts) == rows:  # type: ignore[arg-type]
-            return Fused("gate, input, B, C and steps", counts)  # type: ignore[arg-type]
-    return None
+def _part(term: str, find: SizeOf) -> Part:
+    """A part of a layout: of 0 rows where nothing tells a size; all factors but the last one count
+    heads."""
+    name, _, product = term.partition("=")
+    sizes = [_size(factor, find) for factor in product.split("*")]
+    return Part(name, math.prod(sizes), math.prod(sizes[:-1]))
 
 
 def _weight_name(info: ParamInfo) -> str:
     """``qkv`` of ``attention.qkv.weight`` and ``attention.qkv``, parametrized, or in an adapter."""
-    *_, layer, attribute = ["", *owning_components(info.name)]
+    *above, layer, attribute = ["", *owning_components(info.name)]
+    if is_wrapped(info):
+        layer = above[-1]
     return layer if attribute in ("weight", "weight_v") else attribute.removesuffix("_weight")
 
 
@@ -374,19 +335,19 @@ def _qkv(
             part = heads * size // _CODEGEN_SHARDS
             each = None if heads % _CODEGEN_SHARDS else heads // _CODEGEN_SHARDS
             parts = [Part(name, part, each) for name in "qvk"]
-            return _of_heads(f"{_HOLDS}, which alternate,", parts, str(_CODEGEN_SHARDS))
+            return _fused(f"{_HOLDS}, which alternate,", parts, str(_CODEGEN_SHARDS))
         own = next(
             filter(None, (size_in(m, KEY_HEADS) for m in (info.module, *info.above[:1]))), None
         )
         if own not in (None, heads) and size_of(HEAD_DIM) is None and not by_head:
             unit, left = divmod(rows, heads + 2 * own)
-            return Fused(_HOLDS) if left else _of_heads(_HOLDS, _q_k_v(heads, own, unit))
+            return Fused(_HOLDS) if left else _fused(_HOLDS, _q_k_v(heads, own, unit))
         for count in filter(None, (one, key_heads, heads)):
             if size and (heads + 2 * count) * size == rows and heads % count == 0:
                 if by_head and count > 1:
                     parts = _q_k_v(heads // count, 1, size)
-                    return _of_heads(f"{_HOLDS}, which alternate,", parts, "head")
-                return _of_heads(_HOLDS, _q_k_v(heads, count, size))
+                    return _fused(f"{_HOLDS}, which alternate,", parts, "head")
+                return _fused(_HOLDS, _q_k_v(heads, count, size))
     if by_head:
         hint = '"(head (q=… + k=… + v=…)) dim"' if weight in _BY_HEAD else Fused.hint
         return Fused(_HOLDS, hint=hint)
@@ -394,7 +355,7 @@ def _qkv(
     is_even = rows == 3 * cols or (key_heads == heads and heads and rows % 3 == 0)
     if not (is_even or _is_taken(info, rows / 3)):
         return Fused(_HOLDS)
-    return _of_heads(_HOLDS, [Part(name, rows // 3, heads_of(info, rows // 3)) for name in "qkv"])
+    return _fused(_HOLDS, [Part(name, rows // 3, heads_of(info, rows // 3)) for name in "qkv"])
 
 
 def _q_k_v(heads: int, key_heads: int, size: int) -> list[Part]:
