@@ -19,6 +19,7 @@ from ...rules.assignment import AUTO, assign
 from ...rules.decisions import ExpertKeys, as_keys, default_is_muon
 from . import table
 from .learning_rate import rates_to_try
+from .per_head import offer as per_head_of
 from .remedy import Trap, script
 from .subject import Subject
 from .traps import find_notes, find_warnings
@@ -40,6 +41,7 @@ class Description:
         code: what to write. It runs where ``model`` and ``optimizer``, this package, are at hand.
         model: what the model is called.
         rates: which learning rates to try, in words; empty where nothing is known.
+        heads: what ``per_head=True`` does, in words; empty where there are no heads to part.
     """
 
     rows: list[dict[str, Any]]
@@ -48,6 +50,7 @@ class Description:
     code: str
     model: str
     rates: str
+    heads: str
 
     @property
     def totals(self) -> dict[str, dict[str, Any]]:
@@ -76,7 +79,8 @@ class Description:
             for name, total in self.totals.items()
             if total["tensors"] or name != "frozen"
         )
-        lines += ["", self.rates] if self.rates else []
+        for text in filter(None, (self.rates, self.heads)):
+            lines += ["", text]
         for number, trap in enumerate(self.warnings, 1):
             lines += ["", *lines_of(trap, f"{number}. ")]
         if self.notes:
@@ -186,6 +190,7 @@ def describe(
         code=script(subject, advice),
         model=type(_unwrapped(model)).__name__.removeprefix("FSDP"),  # fully_shard's
         rates=rates_to_try(subject, advice),
+        heads=per_head_of(subject),
     )
 
 
