@@ -573,7 +573,7 @@ class NanochatJulyReference(_Source):
 
 
 class EmergingReference(_Source):
-    """Muon of NVIDIA's Emerging-Optimizers.
+    """Muon of NVIDIA's Emerging-Optimizers, 0.5.0a0.
 
     B = lerp(B, G, 1-μ), D = B, or lerp(G, B, μ), X = D/‖D‖, scale·extra·U with sqrt(max(rows,
     cols)) ("spectral"), sqrt(max(1, rows/cols)) ("shape_scaling") or sqrt(rows/cols)

@@ -85,7 +85,14 @@ def test_the_public_names_are_there():
         assert hasattr(optimizer, name)
     assert optimizer.__all__[0] == "Muon"
     assert dir(optimizer) == sorted(optimizer.__all__)
-    assert dir(optimizer.recipes) == ["deepseek_v4", "kimi_k2", "moonlight", "nanochat"]
+    assert dir(optimizer.recipes) == [
+        "deepseek_v4",
+        "glm_5",
+        "kimi_k2",
+        "kimi_k3",
+        "moonlight",
+        "nanochat",
+    ]
 
 
 def test_an_optimizer_prints_a_line_for_each_group():

@@ -182,8 +182,7 @@ def test_a_missing_gradient_is_what_it_is_in_the_source(name):
         assert relative_error(optim.state[p]["momentum_buffer"], B) < 1e-6
 
 
-# The preset of Emerging-Optimizers multiplies the rate, which is another tensor then.
-@pytest.mark.parametrize("name", [name for name in SOURCES if name != "emerging_optimizers"])
+@pytest.mark.parametrize("name", SOURCES)
 def test_learning_rates_may_be_tensors(name):
     optim, params, source, initial = beside_source(
         name, {"lr": torch.tensor(0.02)}, ns_dtype=torch.float32
@@ -730,6 +729,7 @@ def test_julys_muon_adamw_is_one_class_for_one_rank_and_many(dist_class):
         (dict(scale_mode="none"), "scale_mode must be one of 'spectral'"),
         (dict(extra_scale_factor=0.0), "extra_scale_factor must be a number > 0"),
         (dict(weight_decay_method="l2"), "weight_decay_method must be one of 'decoupled'"),
+        (dict(weight_update_hook=len), "weight_update_hook must be one of None"),
     ],
 )
 def test_emerging_optimizers_refuses_what_has_no_counterpart(arguments, message):
@@ -747,24 +747,28 @@ def test_emerging_optimizers_continues_cans_with_its_last_triple(steps):
     check(params, initial, source.weights, 1e-5)
 
 
-def test_the_extra_scale_multiplies_the_update_but_not_the_decay_of_groups_too():
+@pytest.mark.parametrize("scale_mode", ["spectral", "shape_scaling", "unit_rms_norm"])
+def test_the_extra_scale_multiplies_the_update_but_not_the_decay_of_groups_too(scale_mode):
     params = parameters()
-    arguments = dict(lr=0.05, weight_decay=0.4, momentum=0.9)
-    initial, source = (
-        copies(params),
-        ref.EmergingReference(params, extra_scale_factor=0.2, **arguments),
-    )
-    given = presets.emerging_optimizers([{"params": params, **arguments}], extra_scale_factor=0.2)
+    group = dict(lr=0.05, weight_decay=0.4, momentum=0.9)
+    scale = dict(scale_mode=scale_mode, extra_scale_factor=0.2)
+    initial, source = copies(params), ref.EmergingReference(params, **group, **scale)
+    given = presets.emerging_optimizers([{"params": params, **group}], **scale)
     run(3, (optimizer.Muon(**given, ns_dtype=torch.float32), params, source))
     check(params, initial, source.weights, FLOAT32)
 
 
-def test_factors_of_matrices_do_not_reach_adamw():
+@pytest.mark.parametrize("scale_mode", ["spectral", "shape_scaling"])
+def test_factors_of_matrices_do_not_reach_adamw(scale_mode):
     groups = [{"params": parameters(), "use_muon": use_muon} for use_muon in (True, False)]
-    given = presets.emerging_optimizers(groups, lr=0.01, weight_decay=0.1)
+    scale = dict(scale_mode=scale_mode, extra_scale_factor=5.0)
+    given = presets.emerging_optimizers(groups, lr=0.01, weight_decay=0.1, **scale)
     matrices, others = optimizer.Muon(**given).param_groups
-    assert (matrices["lr"], matrices["weight_decay"]) == (0.05, 0.02)
     assert (others["lr"], others["weight_decay"]) == (0.01, 0.1)
+    if scale_mode == "spectral":
+        assert (matrices["lr"], matrices["weight_decay"], matrices["adjust_lr"]) == (0.01, 0.1, 5.0)
+    else:
+        assert (matrices["lr"], matrices["weight_decay"]) == (0.05, 0.02)
 
 
 def test_motifs_options_may_be_replaced():

@@ -41,6 +41,8 @@ class DeepseekV3(nn.Module):
         self.model.layers = nn.ModuleList()
         for number in range(2):
             layer, attention, mlp = nn.Module(), nn.Module(), nn.Module()
+            attention.num_heads, attention.qk_head_dim = 4, 12
+            vars(attention).update(SIZES)
             if query_latent:
                 attention.q_a_proj, attention.q_b_proj = linear(24, 32), linear(48, 24)
             else:
@@ -88,9 +90,8 @@ def test_recipes_of_latent_attention_train_every_parameter(recipe, lr, stacked, 
     assert "model.layers.1.mlp.gate.weight" in optim.names[0]
     step(model, optim)
     if stacked:  # gate and up projections of each expert apart
-        rows = {row["name"]: row["matrices"] for row in optim.summary().rows}
-        assert rows["model.layers.1.mlp.experts.gate_up_proj"] == 8
-        assert rows["model.layers.1.mlp.experts.down_proj"] == 4
+        assert matrices_of(optim)["model.layers.1.mlp.experts.gate_up_proj"] == 8
+        assert matrices_of(optim)["model.layers.1.mlp.experts.down_proj"] == 4
 
 
 def test_kimi_k2_clips_logits_above_100_in_latent_attention():
@@ -109,16 +110,78 @@ def test_kimi_k2_clips_logits_above_100_in_latent_attention():
     torch.testing.assert_close(clipped, expected)
 
 
-def test_glm_5s_split_as_it_is_documented_has_a_matrix_for_each_head():
+def matrices_of(optim):
+    return {row["name"]: row["matrices"] for row in optim.summary().rows}
+
+
+def test_glm_5_has_a_matrix_for_each_head_of_queries_keys_and_values():
     model = DeepseekV3()
-    split = {"q_b_proj": 12, "kv_b_proj": "([head] (k=8 + v=8)) dim"}
-    groups = optimizer.get_default_muon_param_groups(model, expert_keys=["experts"])
-    rows = Muon(groups, split=split).summary().rows
-    matrices = {row["name"].split(".")[-2]: row["matrices"] for row in rows}
+    optim = Muon(**recipes.glm_5(model), ns_dtype=torch.float32)
+    muon, adamw = optim.param_groups
+    assert muon["lr"] == adamw["lr"] == 2e-4 and muon["adjust_lr"] == 0.2
+    matrices = {name.split(".")[-2]: n for name, n in matrices_of(optim).items()}
     assert matrices["q_b_proj"] == 4 and matrices["kv_b_proj"] == 8
+    assert matrices["q_a_proj"] == matrices["kv_a_proj_with_mqa"] == matrices["o_proj"] == 1
+    assert matrices_of(optim)["model.layers.1.mlp.experts.gate_up_proj"] == 8
+    step(model, optim)
 
 
-@pytest.mark.parametrize("name", ["moonlight", "kimi_k2"])
+class KimiK3(DeepseekV3):
+    """Also the delta attention of Kimi K3, and its residual projections, under their names."""
+
+    def __init__(self):
+        super().__init__()
+        layer, attention = nn.Module(), nn.Module()
+        attention.num_heads, attention.head_dim = 4, 8
+        for name in ("q", "k", "v"):
+            setattr(attention, f"{name}_proj", linear(32, 32))
+            convolution = nn.Conv1d(32, 32, 4, groups=32, bias=False)
+            setattr(attention, f"{name}_conv1d", convolution)
+        attention.f_a_proj, attention.f_b_proj = linear(8, 32), linear(32, 8)
+        attention.b_proj, attention.g_proj, attention.o_proj = (
+            linear(4, 32),
+            linear(32, 32),
+            linear(32, 32),
+        )
+        attention.A_log, attention.dt_bias = (nn.Parameter(torch.randn(n)) for n in (4, 32))
+        layer.self_attn, layer.self_attention_res_proj = attention, linear(1, 32)
+        layer.mlp_res_proj = linear(1, 32)
+        self.model.layers.append(layer)
+
+
+def test_kimi_k3_has_a_matrix_for_each_head_and_clips_latent_attention_alone():
+    model, twin = KimiK3(), KimiK3()
+    with pytest.raises(TypeError, match="lr"):
+        recipes.kimi_k3(model)
+    optim = Muon(**recipes.kimi_k3(model, lr=1e-3), ns_dtype=torch.float32)
+    matrices = {name.removeprefix("model.layers."): n for name, n in matrices_of(optim).items()}
+    for name in ("q_proj", "k_proj", "v_proj", "f_b_proj", "g_proj", "o_proj", "f_a_proj"):
+        assert matrices[f"2.self_attn.{name}.weight"] == (4 if name[0] in "qkv" else 1), name
+    assert matrices["0.self_attn.q_b_proj.weight"] == 4
+    assert matrices["0.self_attn.kv_b_proj.weight"] == 8
+    of_adamw = {name.removeprefix("model.layers.2.") for name in optim.names[1]}
+    of_adamw = {name for name in of_adamw if "norm" not in name}
+    assert of_adamw == {
+        *("model.embed_tokens.weight", "lm_head.weight", "self_attn.A_log", "self_attn.dt_bias"),
+        *(f"self_attn.{name}_conv1d.weight" for name in ("q", "k", "v")),
+        *("self_attn.b_proj.weight", "self_attention_res_proj.weight", "mlp_res_proj.weight"),
+    }
+    for each, logit in ((model, 400.0), (twin, 100.0)):
+        optim = Muon(**recipes.kimi_k3(each, lr=1e-3), ns_dtype=torch.float32)
+        torch.manual_seed(1)
+        step(each, optim, qk_logits={0: torch.tensor([logit, 50.0, 50.0, 50.0]), 1: None})
+    left = dict(twin.named_parameters())
+    for name, p in model.named_parameters():
+        expected = left[name].detach().clone()
+        if name == "model.layers.0.self_attn.q_b_proj.weight":
+            expected[:8] *= 0.5
+            expected[8:12] *= 0.25
+        elif name == "model.layers.0.self_attn.kv_b_proj.weight":
+            expected[:8] *= 0.5
+        torch.testing.assert_close(p, expected)
+
+
+@pytest.mark.parametrize("name", ["moonlight", "kimi_k2", "glm_5"])
 @pytest.mark.parametrize("part", ["kv_b_proj", "kv_a_proj_with_mqa", "experts", "embed_tokens"])
 def test_models_without_the_parts_are_refused(name, part):
     model = DeepseekV3()
@@ -177,9 +240,8 @@ def test_deepseek_v4_has_adamw_for_what_its_report_names_and_the_reports_numbers
     assert (muon["adjust_lr"], muon["momentum"], muon["nesterov"]) == (0.18, 0.95, True)
     assert (muon["ns_coefficients"], muon["ns_steps"]) == ("deepseekv4", 10)
     assert (adamw["adamw_betas"], adamw["adamw_eps"]) == ((0.9, 0.95), 1e-20)
-    matrices = {row["name"]: row["matrices"] for row in optim.summary().rows}
-    assert matrices["model.layers.0.self_attn.o_a_proj.weight"] == 2
-    assert matrices["model.layers.0.mlp.experts.gate_up_proj"] == 8
+    assert matrices_of(optim)["model.layers.0.self_attn.o_a_proj.weight"] == 2
+    assert matrices_of(optim)["model.layers.0.mlp.experts.gate_up_proj"] == 8
     name, lr = "model.layers.0.self_attn.q_b_proj.weight", 2e-4
     before = step(model, optim)[name]
     update = (before * (1 - lr * 0.1) - dict(model.named_parameters())[name].detach()) / lr

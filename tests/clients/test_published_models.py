@@ -63,6 +63,7 @@ DEEPSEEK_V4: dict[str, Any] = {
 RECIPES = {
     "kimi_k2": DeepseekV3Config(**KIMI_K2),
     "moonlight": DeepseekV3Config(**MOONLIGHT),
+    "glm_5": DeepseekV3Config(**KIMI_K2),  # without the indexer, as in pre-training
     "deepseek_v4": DeepseekV4Config(**DEEPSEEK_V4),
 }
 

@@ -305,13 +305,13 @@ def emerging_optimizers(
     scale_mode: str = "spectral",
     extra_scale_factor: float = 1.0,
     use_syrk: bool = False,
+    weight_update_hook: Any = None,
     **unknown: Any,
 ) -> dict[str, Any]:
     """NVIDIA's Emerging-Optimizers' ``Muon``, which Megatron-LM trains with.
 
-    Averaged momentum, the coefficients of `you`, which it calls ``"quintic"``. Its scales multiply
-    the learning rate but not the decay. So the preset multiplies learning rates by a factor, and
-    divides decays by it: ``extra_scale_factor``, or 5 times that with ``"spectral"``.
+    The arguments and defaults are those of 0.5.0a0 (20 August 2026); 0.4.0 has the same defaults.
+    Averaged momentum, the coefficients of `you`, which it calls ``"quintic"``.
 
     Args:
         params: tensors, or groups with ``lr``, ``momentum``, ``weight_decay``.
@@ -320,38 +320,36 @@ def emerging_optimizers(
             own), ``"cans"``, ``"cubic5"`` or ``"deepseekv4"``.
         scale_mode: ``"spectral"``, ``sqrt(max(rows, cols))``; ``"shape_scaling"``,
             ``sqrt(max(1, rows/cols))``; ``"unit_rms_norm"``, ``sqrt(rows/cols)``.
+        extra_scale_factor: multiplies the update but not the decay. ``"spectral"`` makes it
+            ``adjust_lr``; other scales multiply matrices' learning rates by it, and divide their
+            decays. The source suggests 0.2, or sqrt((1 − β)/(1 + β)) for AdamW's first β.
 
     Raises:
-        ValueError: another ``weight_decay_method``; ``"aol"``, which in the source turns the
-            largest singular values around, and ``"custom"``; more steps than ``"quintic"`` or
-            ``"cubic5"`` have coefficients: the source would repeat them.
+        ValueError: another ``weight_decay_method``; a ``weight_update_hook``; ``"aol"``, which in
+            the source turns the largest singular values around, and ``"custom"``; more steps than
+            ``"quintic"`` or ``"cubic5"`` have coefficients: the source would repeat them.
     """
     source = "Emerging-Optimizers' Muon"
     _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
     _check_choice("weight_decay_method", weight_decay_method, ("decoupled",))
-    _check_choice("scale_mode", scale_mode, _EMERGING_SCALES)
+    _check_choice("weight_update_hook", weight_update_hook, (None,))
+    _check_choice("scale_mode", scale_mode, ("spectral", *_EMERGING_SCALES))
     if not is_number(extra_scale_factor) or extra_scale_factor <= 0:
         raise ValueError(f"extra_scale_factor must be a number > 0, found {extra_scale_factor!r}")
-    scale, factor = _EMERGING_SCALES[scale_mode]
-    factor *= extra_scale_factor
     groups = _muon_groups(params, source, {"lr", "momentum", "weight_decay"}, GROUP_OPTIONS)
-    for group in groups:
-        own_factor = factor if group["use_muon"] else 1.0  # AdamW's updates have no such scale
-        group["lr"] = group.get("lr", lr) * own_factor
-        group["weight_decay"] = group.get("weight_decay", weight_decay) / own_factor
-    given = dict(lr=lr * factor, weight_decay=weight_decay / factor, momentum=momentum)
-    given.update(nesterov=nesterov, ns_steps=num_ns_steps, adjust_lr=scale)
-    coefficients = _emerging_triples(coefficient_type, num_ns_steps)
-    how = dict(ns_coefficients=coefficients, momentum_style="ema", none_grad=False)
-    return {"params": groups, **given, **how}
+    for group in groups if scale_mode != "spectral" and extra_scale_factor != 1 else ():
+        if group["use_muon"]:
+            group["lr"] = group.get("lr", lr) * extra_scale_factor
+            group["weight_decay"] = group.get("weight_decay", weight_decay) / extra_scale_factor
+    how = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
+    how.update(adjust_lr=_EMERGING_SCALES.get(scale_mode, extra_scale_factor))
+    how.update(ns_coefficients=_emerging_triples(coefficient_type, num_ns_steps))
+    how.update(ns_steps=num_ns_steps, momentum_style="ema", none_grad=False)
+    return {"params": groups, **how}
 
 
-# By Emerging-Optimizers' scale: ``adjust_lr``, and the factor from its scale to theirs.
-_EMERGING_SCALES = {
-    "spectral": ("match_rms_adamw", 5.0),
-    "shape_scaling": ("original", 1.0),
-    "unit_rms_norm": ("spectral", 1.0),
-}
+# By Emerging-Optimizers' scale, ``adjust_lr``; that of "spectral" is ``extra_scale_factor``.
+_EMERGING_SCALES = {"shape_scaling": "original", "unit_rms_norm": "spectral"}
 # By Emerging-Optimizers' coefficients: the family that has them, or the triples.
 _EMERGING_COEFFICIENTS: dict[str, Any] = {
     "simple": "quintic",

@@ -124,7 +124,7 @@ def check_placements(tensor: Tensor) -> None:
 
     Raises:
         ValueError: no process group, or none for its device; a placement other than Shard and
-            Replicate; strided shards that are no intervals.
+            Replicate; strided shards that are no intervals; an order of shards of its own.
     """
     if not is_dtensor(tensor):
         return
@@ -136,6 +136,12 @@ def check_placements(tensor: Tensor) -> None:
                 f"has placement {placement!r}; Shard and Replicate are supported, "
                 "reduce a Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
             )
+    if unusual_shard_order(tensor) is not None:
+        raise ValueError(
+            f"is {describe(tensor)}; only shards in the order of mesh dimensions are supported, as "
+            "distribute_tensor(tensor.full_tensor(), tensor.device_mesh, tensor.placements) makes "
+            "them"
+        )
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     _check_strides(tuple(tensor.shape), mesh.shape, tensor.placements)  # type: ignore[attr-defined]
     if not is_sharded(tensor):
@@ -169,6 +175,25 @@ def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequen
             )
 
 
+def unusual_shard_order(tensor: Tensor) -> Optional[tuple[int, tuple[int, ...]]]:
+    """A dimension of a DTensor that mesh dimensions cut in another order than the mesh has them,
+    and that order; None if there is none.
+
+    torch keeps the order apart from placements. Strided shards say it themselves: for these torch
+    2.10 derives an order, and later releases have none.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh_shape, placements = tensor._spec.mesh.shape, tensor._spec.placements
+    for dim, mesh_dims in getattr(tensor._spec, "shard_order", None) or ():
+        if any(isinstance(placements[index], _StridedShard) for index in mesh_dims):
+            continue
+        cuts = tuple(index for index in mesh_dims if mesh_shape[index] > 1)
+        if list(cuts) != sorted(cuts):
+            return dim, cuts
+    return None
+
+
 def describe(tensor: Tensor) -> str:
     """Placement for messages and tables: ``plain``, or ``[Shard(0)] on (dp=4)``."""
     if not is_dtensor(tensor):
@@ -176,7 +201,11 @@ def describe(tensor: Tensor) -> str:
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     names = mesh.mesh_dim_names or [f"dim{i}" for i in range(mesh.ndim)]
     sizes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape))
-    return f"{list(tensor.placements)} on ({sizes})"  # type: ignore[attr-defined]
+    order, unusual = "", unusual_shard_order(tensor)
+    if unusual is not None:
+        dim, cuts = unusual
+        order = f", dimension {dim} cut by {' before '.join(names[index] for index in cuts)}"
+    return f"{list(tensor.placements)} on ({sizes}){order}"  # type: ignore[attr-defined]
 
 
 def mesh_placements_of(tensor: Tensor) -> Optional[tuple]:
@@ -184,6 +213,12 @@ def mesh_placements_of(tensor: Tensor) -> Optional[tuple]:
     if not isinstance(tensor, DTensor):
         return None
     return tensor._spec.mesh, tensor._spec.placements  # the properties take twice as long
+
+
+def is_placed(tensor: Tensor, mesh_placements: Optional[tuple]) -> bool:
+    """Whether a DTensor has a mesh and placements, and no order of shards of its own; or, for None,
+    whether it is a plain tensor."""
+    return mesh_placements_of(tensor) == mesh_placements and unusual_shard_order(tensor) is None
 
 
 def ranks_of(tensor: Tensor) -> Optional[tuple[int, ...]]:

@@ -193,7 +193,7 @@ def check_exact_weight(name: str, value: Any, param: Optional[Tensor]) -> None:
     if (
         not isinstance(value, Tensor)
         or (value.dtype, value.shape) != (torch.float32, param.shape)
-        or dtensors.mesh_placements_of(value) != placed
+        or not dtensors.is_placed(value, placed)
     ):
         raise ValueError(
             f"{name} needs a tensor of {tuple(param.shape)} in float32, "
@@ -279,9 +279,12 @@ def check_gradients(group: Group) -> None:
                 and (grad is held_grad) is (param is held)
                 and (
                     param is held
+                    or grad._spec is param._spec  # as FSDP2 makes it
                     or (
                         grad._spec.mesh is param._spec.mesh
                         and grad._spec.placements == param._spec.placements
+                        and getattr(grad._spec, "shard_order", None)
+                        == getattr(param._spec, "shard_order", None)
                     )
                 )
             )
@@ -307,11 +310,16 @@ def _refuse_gradient(group: Group, index: int) -> None:
             f"{name} has a sparse gradient ({grad.layout}); make it dense, for example "
             "nn.Embedding(..., sparse=False)"
         )
-    if dtensors.mesh_placements_of(param) != dtensors.mesh_placements_of(grad):
+    if not dtensors.is_placed(grad, dtensors.mesh_placements_of(param)):
+        write = (
+            "p.grad.redistribute(p.device_mesh, p.placements). "
+            "FSDP2 around tensor parallelism does it by itself"
+        )
+        if dtensors.unusual_shard_order(grad) is not None:  # redistribute would leave it
+            write = "distribute_tensor(p.grad.full_tensor(), p.device_mesh, p.placements)"
         raise ValueError(
             f"{name} is {dtensors.describe(param)} but its gradient {dtensors.describe(grad)}; "
-            "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
-            "FSDP2 around tensor parallelism does it by itself"
+            f"before step(): p.grad = {write}"
         )
     shape, grad_shape = dtensors.raw_local(param).shape, dtensors.raw_local(grad).shape
     if not regions.is_same_shape(shape, grad_shape):

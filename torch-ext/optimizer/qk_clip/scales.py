@@ -132,6 +132,8 @@ class PackedLayers:
             raise ValueError(f"{where} are on {local.device}, but its weights on {self.device}")
         if sharding is None:
             return local
+        if dtensors.unusual_shard_order(value) is not None:
+            raise ValueError(f"{where} are {dtensors.describe(value)}: give logits.full_tensor()")
         placements = value.placements
         if any(p.is_partial() and p.reduce_op != "max" for p in placements):
             raise ValueError(f"{where} are {dtensors.describe(value)}; the maximum is needed")

@@ -164,7 +164,7 @@ def check_tensors(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {source}, "
                 f"where {tuple(spec.shape)} is needed"
             )
-        if dtensors.mesh_placements_of(value) != spec.placed:
+        if not dtensors.is_placed(value, spec.placed):
             remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             if spec.placed is None:  # as after unpickling, which brings no process group back
                 placement = "plain"

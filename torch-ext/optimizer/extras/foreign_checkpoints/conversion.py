@@ -271,7 +271,7 @@ def _part(value: Tensor, key: str, saved: SavedState, specs: Mapping[str, Spec])
             "and, where ranks have divided state, the state dicts of all ranks"
         )
     if dtensors.is_dtensor(value):
-        if dtensors.mesh_placements_of(value) != layout:
+        if not dtensors.is_placed(value, layout):
             raise ValueError(
                 f"{name}, is {dtensors.describe(value)}: give whole tensors, value.full_tensor() "
                 "on all ranks"

@@ -22,7 +22,7 @@ from torch import nn
 from ...parameters.names import has_component, normalize_name, state_dict_key
 from ...rules.groups import get_default_muon_param_groups
 
-__all__ = ["deepseek_v4", "kimi_k2", "moonlight", "nanochat"]
+__all__ = ["deepseek_v4", "glm_5", "kimi_k2", "kimi_k3", "moonlight", "nanochat"]
 
 
 def __dir__() -> list[str]:
@@ -59,6 +59,47 @@ def kimi_k2(model: nn.Module, lr: Any = None) -> dict[str, Any]:
         ValueError: no such parts, or sizes.
     """
     return _arguments("kimi_k2", model, lr)
+
+
+def kimi_k3(model: nn.Module, lr: Any) -> dict[str, Any]:
+    """`Muon`'s arguments for Kimi K3, 2.8 T parameters: Per-Head Muon (arXiv:2607.24653).
+
+    Muon and QK-Clip as Kimi K2's; heads of query, key and value projections are orthogonalized one
+    by one, in delta attention as in latent attention. AdamW, besides embeddings, head and vectors,
+    for what torchtitan's recipe of Kimi K3 leaves to it: beta, residual projections of one row, the
+    vision tower. Convolutions are AdamW's by their dimensions.
+
+    Args:
+        model: under the names of the published weights, and with a ``config`` that has the sizes of
+            latent attention's heads. Its attentions have to tell theirs, too.
+        lr: the highest learning rate, which is not published.
+
+    Raises:
+        ValueError: no such parts, or sizes.
+    """
+    arguments = _arguments("kimi_k3", model, lr)
+    names = [normalize_name(name) for name, _ in model.named_parameters()]
+    latent = [
+        name.partition(".kv_b_proj.")[0] for name in names if has_component(name, ["kv_b_proj"])
+    ]
+    return {**arguments, "clip_config": dict.fromkeys(latent, arguments["clip_config"])}
+
+
+def glm_5(model: nn.Module, lr: Any = None) -> dict[str, Any]:
+    """`Muon`'s arguments for GLM-5, 744 B parameters: Muon Split (arXiv:2602.15763).
+
+    The up-projections of latent attention to queries, keys and values are orthogonalized head by
+    head, which kept logits bounded without a clip (section 2.1). What GLM-4.5's report does not say
+    of Muon is Moonlight's.
+
+    Args:
+        model: with latent attention and experts, under the names of transformers' GLM-5.
+        lr: the highest learning rate; None is the published one.
+
+    Raises:
+        ValueError: no such parts.
+    """
+    return _arguments("glm_5", model, lr)
 
 
 def deepseek_v4(model: nn.Module, lr: Any = None) -> dict[str, Any]:
@@ -158,13 +199,17 @@ def _arguments(recipe: str, model: nn.Module, lr: Any) -> dict[str, Any]:
     stacked = any(
         p.ndim == 3 and has_component(n, ["experts"]) for n, p in model.named_parameters()
     )
-    options["params"] = get_default_muon_param_groups(
-        model, expert_keys=["experts"] if stacked else None
+    groups = get_default_muon_param_groups(
+        model,
+        expert_keys=["experts"] if stacked else None,
+        adamw_keys=list(filter(has, options.pop("adamw_keys", []))),
+        per_head=options.pop("per_head", False),
     )
-    options["split"] = {key: value for key, value in options["split"].items() if has(key)} or None
-    for key in ("split", "clip_config"):
-        if options.get(key):
-            options[key] = {name: resolve(value) for name, value in options[key].items()}
+    split = {name: resolve(value) for name, value in options.pop("split").items() if has(name)}
+    groups[0]["split"] = {**groups[0].get("split", {}), **split} or None
+    options["params"] = groups
+    if "clip_config" in options:
+        options["clip_config"] = {k: resolve(value) for k, value in options["clip_config"].items()}
     options["adamw_betas"] = tuple(options["adamw_betas"])
     return options if lr is None else {**options, "lr": lr}
 
