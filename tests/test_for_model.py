@@ -244,3 +244,33 @@ def test_wrong_arguments_are_refused_in_words(wrong, words):
 def test_rates_are_written_with_all_their_digits():
     code = optimizer.describe(build(), lr=1 / 300).code
     assert f"lr={1 / 300!r}" in code
+
+
+class Gated(nn.Module):
+    """A feed-forward whose gate and up projection are torchtitan's ``w13``."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Module(), nn.Module()])
+        for layer in self.layers:
+            layer.w13 = nn.Parameter(torch.randn(shape))
+            layer.w2 = nn.Linear(24, 16, bias=False)
+
+
+def test_gate_and_up_projection_in_a_stack_are_two_matrices():
+    optim = make(Gated(2, 24, 16))
+    assert optim.param_groups[0]["expert_keys"] == ["w13"] and optim.defaults["split"] is None
+    for p in optim.param_groups[0]["params"]:
+        p.grad = torch.randn_like(p)
+    optim.step()
+    rows = [row for row in optim.summary().rows if row["name"] == "layers.0.w13"]
+    assert [row["matrices"] for row in rows] == [2]
+
+
+@pytest.mark.parametrize("shape", [(24, 2, 16), (4, 24, 2, 16)], ids=str)
+def test_gate_and_up_projection_row_beside_row_are_left_to_adamw_with_a_word(shape):
+    model = Gated(*shape)
+    with pytest.warns(UserWarning, match=r"row beside row.*layers\.0\.w13 and 1 more"):
+        optim = optimizer.Muon.for_model(model, lr=0.02)
+    assert set(optim.names[0]) == {"layers.0.w2.weight", "layers.1.w2.weight"}
+    assert [trap.kind for trap in optimizer.describe(model).warnings] == ["pair"]

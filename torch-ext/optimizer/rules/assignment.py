@@ -22,7 +22,7 @@ from .decisions import (
 )
 from .fused import Fused, fused_in, heads_in, split_patterns
 from .heads import possible_heads
-from .modules import Decision, ParamInfos, component_of, infos_of
+from .modules import Decision, ParamInfos, component_of, infos_of, is_paired_row_by_row
 
 AUTO = "auto"
 
@@ -34,7 +34,7 @@ _SHARE_OF_STACKS = 0.01
 class Undecided(NamedTuple):
     """Why a parameter is AdamW's although it may be Muon's."""
 
-    kind: str  # "stack", "head" or "fused"
+    kind: str  # "stack", "pair", "head" or "fused"
     name: str
     what: str  # what it holds, or may be
     write: str  # the argument of `Muon.for_model` that decides
@@ -91,7 +91,8 @@ def assign(
         decisions = decide(model, is_muon_func, keys, adamws, convolutions)
     undecided: list[Undecided] = []
     if is_muon_func is default_is_muon:
-        undecided = _stacks(model, infos, decisions) + _possible_heads(model, infos, decisions)
+        undecided = _stacks(model, infos, decisions) + _pairs(infos, decisions)
+        undecided += _possible_heads(model, infos, decisions)
     whole: list[str] = []
     if is_found:
         given: Mapping[str, Any] = {} if split == AUTO else split
@@ -127,6 +128,16 @@ def _stacks(model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]) 
     what = "three dimensions, of which the first may count matrices"
     return [
         Undecided("stack", d.name, what, f'expert_keys=["{component_of(d.name)}"]') for d in stacks
+    ]
+
+
+def _pairs(infos: ParamInfos, decisions: Sequence[Decision]) -> list[Undecided]:
+    """Gate and up projections whose rows lie beside each other, which no ``split`` parts."""
+    what = "gate and up projection, row beside row in one tensor"
+    return [
+        Undecided("pair", d.name, what, "storing it as (2, rows, columns)")
+        for d in decisions
+        if is_left_by_dimensions(d) and is_paired_row_by_row(infos[id(d.param)][0], d.param)
     ]
 
 

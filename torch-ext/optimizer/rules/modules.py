@@ -21,6 +21,7 @@ _CONFIGS = ("config", "model_args", "args")
 # What configurations and modules call their number of experts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
 
+PAIR = "w13"  # gate and up projections as torchtitan stacks them, (2, rows, cols)
 
 # Name components between a layer and its own weight; the first two are of adapters (PEFT).
 _INNER_WRAPPERS = frozenset({"base_layer", "original_module", "module"})
@@ -187,9 +188,11 @@ def class_names(thing: object) -> Iterator[str]:
 
 def expert_key(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[str]:
     """The component of a parameter's name that holds experts, if name or config tells of any."""
-    if info.is_convolution:
-        return None
     components = info.name.split(".")
+    if info.is_convolution or is_paired_row_by_row(info, param):
+        return None
+    if components[-1] == PAIR and param.ndim == 3 and len(param) == 2:
+        return PAIR
     for component in components:
         if "expert" in component.lower() and not component.endswith("bias"):
             return component
@@ -199,6 +202,11 @@ def expert_key(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[str
         named = [c for c in components if not c.isdigit() and c != "weight"]
         return named[-1] if named else None
     return None
+
+
+def is_paired_row_by_row(info: ParamInfo, param: Tensor) -> bool:
+    """Whether each row of a gate lies beside one of the up projection: (…, rows, 2, cols)."""
+    return info.attribute == PAIR and param.ndim > 2 and param.shape[-2] == 2
 
 
 def owning_components(name: str) -> list[str]:

@@ -217,6 +217,8 @@ def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 _HINTS = {
     "fused": "how its rows lie is in the model's config, or its forward(), and how to write it in "
     "docs/options.md, Split by axes. As one matrix the parts would share singular values and scale",
+    "pair": "Muon reads (2, rows, columns) as two matrices. As it is, each row and its neighbour "
+    "would be a matrix",
     "stack": "where leading dimensions count matrices, expert_keys says so; where a matrix was "
     "given more dimensions, is_muon_func and flatten=True read it as (first, the rest)",
 }
