@@ -40,7 +40,7 @@ help:
 	@echo "make build   build every Hub variant into build/"
 	@echo "make train   train a small model with Muon and AdamW (NPROC=ranks, ARGS=options)"
 	@echo "make test    lint, then run the tests (SLOW=1: the slowest, too; ARGS=\"-m kernels_ci\": the quick ones;"
-	@echo "             TORCH=2.14.1: with that torch, without lint)"
+	@echo "             TORCH=2.15.0: with that torch, without lint)"
 	@echo "make test-clients   train with transformers, accelerate, Lightning, torchtitan (installs them)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
