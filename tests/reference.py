@@ -681,8 +681,8 @@ class TorchMuonReference(_Source):
     """torch.optim.Muon.
 
     B = lerp(B, G, 1-μ), D = lerp(G, B, μ) (or B), X = D/max(‖D‖, eps), one triple
-    `ns_steps` times, scale sqrt(max(1, rows/cols)) ("original", None) or
-    0.2·sqrt(max(rows, cols)) ("match_rms_adamw"), W(1 - lr·wd) - lr·scale·U.
+    `ns_steps` times, scale sqrt(max(1, rows/cols)) ("original", None), 0.2·sqrt(max(rows, cols))
+    ("match_rms_adamw") or sqrt(rows/cols) ("spectral_unclamped"), W(1 - lr·wd) - lr·scale·U.
     """
 
     def __init__(
@@ -709,6 +709,8 @@ class TorchMuonReference(_Source):
         U = iterate(D / frobenius(D).clamp(min=self.eps), self.coefficients)
         if self.adjust_lr_fn == "match_rms_adamw":
             scale = 0.2 * math.sqrt(max(rows, cols))
+        elif self.adjust_lr_fn == "spectral_unclamped":
+            scale = math.sqrt(rows / cols)
         else:
             scale = math.sqrt(max(1, rows / cols))
         self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U

@@ -67,7 +67,8 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
         params: tensors, (name, tensor) pairs, or groups, which may have the arguments below.
         lr: learning rate.
         arguments: ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients`` (one (a, b,
-            c)), ``eps``, ``ns_steps``, ``adjust_lr_fn`` (None: the original scale).
+            c)), ``eps``, ``ns_steps``, ``adjust_lr_fn`` (None: the original scale;
+            ``"spectral_unclamped"`` is ``"spectral"`` here).
 
     Raises:
         ValueError: unknown ``adjust_lr_fn``.
@@ -97,9 +98,17 @@ def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     translated = {renamed.get(key, key): value for key, value in arguments.items()}
     if "adjust_lr_fn" in arguments:
         scale = arguments["adjust_lr_fn"]
-        _check_choice("adjust_lr_fn", scale, (None, "original", "match_rms_adamw"))
-        translated["adjust_lr"] = scale or "original"
+        _check_choice("adjust_lr_fn", scale, _TORCH_SCALES)
+        translated["adjust_lr"] = _TORCH_SCALES[scale]
     return translated
+
+
+_TORCH_SCALES = {
+    None: "original",
+    "original": "original",
+    "match_rms_adamw": "match_rms_adamw",
+    "spectral_unclamped": "spectral",
+}
 
 
 @process_groups.refuses_groups_before_init("process_group")
