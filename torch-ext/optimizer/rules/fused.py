@@ -64,10 +64,10 @@ _LAYOUTS = tuple(
     kv_b_proj wkv_b | * | head | K and V of each head | k=qk_nope_head_dim v=v_head_dim
     kv_a_proj_with_mqa wkv_a | * | - | latent and rotary keys | c=kv_lora_rank rope=qk_rope_head_dim
     index_qk_proj | * | - | Q and K | q=index_n_heads*index_head_dim k=index_kv_heads*index_head_dim
-    in_proj_qkv | * | - | Q, K and V | q=KEYS*KEY_DIM k=KEYS*KEY_DIM v=VALUES*VALUE
-    in_proj_qkvz | * | head | Q, K, V and gate | q=KEY_DIM k=KEY_DIM v=EACH*VALUE z=EACH*VALUE
-    in_proj_ba | * | head | steps and decays | b=EACH a=EACH
-    qkv_opreact | xLSTM | - | Q, K, V and gate | q=qk_dim k=qk_dim v=v_dim gate=v_dim
+    in_proj_qkv | * | - | Q, K and V | q=KEYS*KEY k=KEYS*KEY v=VALUES*VALUE
+    in_proj_qkvz | * | head | Q, K, V, gate | q=KEY k=KEY v=VALUES/KEYS*VALUE z=VALUES/KEYS*VALUE
+    in_proj_ba | * | head | steps and decays | b=VALUES/KEYS a=VALUES/KEYS
+    qkv_opreact | xLSTM | - | Q, K, V, gate | q=HEADS*QK/HEADS k=HEADS*QK/HEADS v=HEADS*V/HEADS o=V
     ifgate_preact proj_up_gate_z | xLSTM | - | two projections | 2
     in_proj | ShortConv | - | B, C and input | 3
     in_proj | ZambaMambaMixer | n | input and gate, in turn, | input=1 gate=1
@@ -82,14 +82,16 @@ _LAYOUTS = tuple(
     per_layer_model_projection | * | [n] | one for each layer | layer=hidden_size_per_layer_input
     """.strip().splitlines()
 )
-# Sizes that have several names, and one that is computed: value heads of a key head.
+# Sizes that have several names, or long ones.
 _SIZES = {
     "HEADS": HEADS,
     "HEAD_DIM": HEAD_DIM,
     "KEYS": ["linear_num_key_heads"],
     "VALUES": ["linear_num_value_heads"],
-    "KEY_DIM": ["linear_key_head_dim"],
+    "KEY": ["linear_key_head_dim"],
     "VALUE": ["linear_value_head_dim"],
+    "QK": ["qk_dim"],
+    "V": ["v_dim"],
     "INNER": ["intermediate_size", "mamba_intermediate", "d_inner"],
     "N": ["n_groups", "mamba_n_groups", "mamba_ngroups", "ngroups"],
     "STATE": ["state_size", "ssm_state_size", "mamba_d_state", "d_state"],
@@ -267,8 +269,8 @@ def _listed(
     rows: int, info: ParamInfo, size_of: SizeOf, weight: str, classes: str
 ) -> tuple[bool, Optional[Fused]]:
     """Whether `_LAYOUTS` has a weight of so many rows, and what it holds."""
-    # A module comes first: its sizes may be others than the configuration's. Not where they are
-    # those of one rank, which don't fit.
+    # A module comes first: its sizes may be others than the configuration's. But they may be those
+    # of one rank, which don't fit.
     own = functools.partial(size_in, attention_of(info))
     finders: tuple[SizeOf, ...] = (lambda keys: own(keys) or size_of(keys), size_of)
     found: tuple[bool, Optional[Fused]] = False, None
@@ -280,7 +282,7 @@ def _listed(
             count, rest = int(layout), rows % int(layout)
             return True, Fused(holds, None if rest else [rows // count] * count)
         is_any_known = False
-        for find in finders:
+        for find in finders[:1] if owners == "?" else finders:
             parts = [_part(term, find) for term in layout.split()]
             is_any_known |= any(part.rows for part in parts)
             total = sum(part.rows for part in parts)
@@ -300,8 +302,9 @@ def _listed(
 
 def _size(name: str, find: SizeOf) -> int:
     """A size of `_LAYOUTS`, 0 where nothing tells it."""
-    if name == "EACH":
-        return _size("VALUES", find) // (_size("KEYS", find) or 1)
+    if "/" in name:
+        dividend, divisor = (_size(part, find) for part in name.split("/"))
+        return dividend // (divisor or 1)
     return int(name) if name.isdigit() else find(_SIZES.get(name, [name])) or 0
 
 
