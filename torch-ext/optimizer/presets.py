@@ -103,12 +103,8 @@ def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return translated
 
 
-_TORCH_SCALES = {
-    None: "original",
-    "original": "original",
-    "match_rms_adamw": "match_rms_adamw",
-    "spectral_unclamped": "spectral",
-}
+_TORCH_SCALES = {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"}
+_TORCH_SCALES["spectral_unclamped"] = "spectral"
 
 
 @process_groups.refuses_groups_before_init("process_group")
@@ -152,13 +148,12 @@ def keller_jordan(
         convolutions = _subset(group, lambda p: p.ndim == 4)
         if convolutions["params"]:
             groups.append({**convolutions, "adjust_lr": "none"})
-    given = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+    how: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
     if process_group is not None:
-        given["process_group"] = process_group
-    how: dict[str, Any] = {"ns_coefficients": "quintic", "ns_options": {"eps_absolute": 1e-7}}
-    how.update(momentum_style="ema", adjust_lr="original", flatten=True)
-    how.update(missing_grad="zero", none_grad=False)
-    return {"params": groups, **given, **how}
+        how["process_group"] = process_group
+    how.update(ns_coefficients="quintic", ns_options={"eps_absolute": 1e-7}, adjust_lr="original")
+    how.update(momentum_style="ema", flatten=True, missing_grad="zero", none_grad=False)
+    return {"params": groups, **how}
 
 
 def moonlight(
@@ -363,9 +358,7 @@ _EMERGING_SCALES = {"shape_scaling": "original", "unit_rms_norm": "spectral"}
 _EMERGING_COEFFICIENTS: dict[str, Any] = {
     "simple": "quintic",
     "quintic": "you",
-    "cans": "cans",
-    "cubic5": "cubic5",
-    "deepseekv4": "deepseekv4",
+    **{name: name for name in ("cans", "cubic5", "deepseekv4")},
     "polar_express": (
         (8.2051, -22.9019, 16.4607),
         (4.0664, -2.8612, 0.5184),
