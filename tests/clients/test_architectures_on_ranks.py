@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import causal_families
 import ranked
+from architectures import text
 from kernel import optimizer
 from transformers_architectures import TRANSFORMERS
 
@@ -20,7 +22,9 @@ STEPS = 20
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return TRANSFORMERS[name].build()
+    if name in TRANSFORMERS:
+        return TRANSFORMERS[name].build()
+    return causal_families.build(name)
 
 
 def shard(model: Any) -> None:
@@ -43,7 +47,7 @@ def ranks_train() -> dict[str, Any]:
         shard(model)
         optim = optimizer.Muon.for_model(model, lr=1e-3)
         torch.manual_seed(dist.get_rank())
-        batch, losses = TRANSFORMERS[name].batch(), []
+        batch, losses = text(), []
         for _ in range(STEPS):
             loss = model(**batch).loss
             loss.backward()
