@@ -30,15 +30,13 @@ from timing import (
 )
 
 # Heads, and rows and columns of each.
-PROJECTIONS = ((32, 128, 4096), (8, 128, 4096), (16, 64, 1024), (12, 64, 768))
-SIZES = {  # hidden size, query and key heads, size of a head, width of the feed-forward
-    "heads of 128 × 2048": (2048, 16, 4, 128, 5632),
-    "heads of 64 × 1024": (1024, 16, 16, 64, 2816),
-}
+PROJECTIONS = ["32x128x4096", "8x128x4096", "16x64x1024", "12x64x768"]
+# Query and key heads, size of a head, hidden size, width of the feed-forward.
+LAYERS = ["16x4x128x2048x5632", "16x16x64x1024x2816"]
 
 
 class Layer(nn.Module):
-    def __init__(self, dim: int, heads: int, key_heads: int, head_dim: int, ffn: int):
+    def __init__(self, heads: int, key_heads: int, head_dim: int, dim: int, ffn: int):
         super().__init__()
         self.head_dim = head_dim
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
@@ -54,10 +52,14 @@ class Layer(nn.Module):
         self.mlp["down_proj"] = nn.Linear(ffn, dim, bias=False)
 
 
+def parse(sizes: str) -> list[int]:
+    return list(map(int, sizes.split("x")))
+
+
 def iteration_rows(kernel: Any, device: torch.device, options: Any) -> list[list[str]]:
     ns, rows = kernel.newton_schulz, []
     recipe = ns.recipe_for("polar_express", None, "auto", None, torch.float32, device)
-    for heads, size, cols in PROJECTIONS:
+    for heads, size, cols in map(parse, options.projections):
         shapes = {"whole": (1, heads * size, cols), "by head": (heads, size, cols)}
         inputs: dict[str, Tensor] = {n: torch.randn(s, device=device) for n, s in shapes.items()}
         calls: dict[str, Callable[[], object]] = {
@@ -76,7 +78,8 @@ def iteration_rows(kernel: Any, device: torch.device, options: Any) -> list[list
 
 def step_rows(kernel: Any, device: torch.device, options: Any) -> list[list[str]]:
     rows = []
-    for name, sizes in SIZES.items():
+    for sizes in map(parse, options.sizes):
+        name = f"heads of {sizes[2]} × {sizes[3]}"
         calls: dict[str, Callable[[], object]] = {}
         counts = {}
         for how, per_head in (("whole", False), ("by head", True)):
@@ -97,6 +100,8 @@ def step_rows(kernel: Any, device: torch.device, options: Any) -> list[list[str]
 def main(arguments: Sequence[str] | None = None) -> None:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--projections", nargs="+", default=PROJECTIONS, metavar="HxRxC")
+    parser.add_argument("--sizes", nargs="+", default=LAYERS, metavar="HxKxRxCxF")
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--markdown", action="store_true", help="print tables in markdown")

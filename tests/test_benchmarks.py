@@ -24,6 +24,7 @@ import auditing
 import benchmark
 import offload
 import orthogonalize
+import per_head
 import qk_logits
 import simulated
 import step
@@ -115,6 +116,19 @@ def test_the_hubs_benchmark_refuses_a_kernel_that_is_wrong():
     compared.setup_experts()
     with pytest.raises(RuntimeError, match="relative error"):
         compared.benchmark_experts()
+
+
+def test_per_head_sets_heads_beside_the_whole_matrix(capsys):
+    sizes = ["--projections", "4x8x32", "--sizes", "4x2x8x32x48"]
+    per_head.main([*sizes, "--rounds", "1", "--markdown"])
+    printed = capsys.readouterr().out
+    whole, by_head = (float(rows_of(printed, first)[0][3]) for first in ("1 × 32 × 32", "4 × 8"))
+    assert by_head <= whole
+    steps = rows_of(printed, "heads of 8 × 32")
+    assert [row[:2] for row in steps] == [
+        ["heads of 8 × 32, whole", "7"],
+        ["heads of 8 × 32, by head", "12"],
+    ]
 
 
 def test_absent_compares_steps_by_the_share_of_gradients_that_are_not_there(capsys):
