@@ -171,7 +171,7 @@ def _group_options(saved_states: Iterable[SavedState], group: Group) -> dict[str
     for saved in saved_states:
         keys: Sequence[str] = MUON_OPTIONS if group.use_muon else ADAMW_OPTIONS
         if group.use_muon and not saved.is_muon:  # rates of AdamW fit with its scale alone
-            keys = MUON_OPTIONS_FROM_ADAMW if group.adjust_lr == "match_rms_adamw" else ()
+            keys = MUON_OPTIONS_FROM_ADAMW if group.adjust_lr in ("match_rms_adamw", 0.2) else ()
         for key in keys:
             if key not in saved.options or (key == "beta2" and group.beta2 is None):
                 continue
