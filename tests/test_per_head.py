@@ -254,3 +254,151 @@ def test_describe_offers_it_and_says_what_it_costs():
     assert "nothing tells" not in str(described)
     with_words = optimizer.describe(Fused(QKV), per_head=True)
     assert "per_head leaves 3 projections whole, attn.q_proj.weight first" in str(with_words)
+
+
+class Conv1D(nn.Module):
+    """A layer that stores (inputs, outputs), as transformers' GPT-2 has it."""
+
+    def __init__(self, rows: int, cols: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(cols, rows))
+
+
+def attention(layers: dict[str, Any], **sizes: Any) -> nn.Module:
+    model = Fused({}, **sizes)
+    for name, layer in layers.items():
+        shaped = nn.Linear(layer[1], layer[0], bias=False) if isinstance(layer, tuple) else layer
+        setattr(model.attn, name, shaped)
+    return model
+
+
+SQUARE = {"q_proj": (64, 64), "k_proj": (64, 64), "v_proj": (64, 64)}
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "split"),
+    [
+        (
+            {name: Conv1D(*shape) for name, shape in SQUARE.items()},
+            {"num_heads": 4},
+            dict.fromkeys(SQUARE, "dim ([head] 16)"),
+        ),
+        (
+            {"to_q": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), "to_kv": (128, 64)},
+            {"heads": 4},
+            {"to_q": 16, "to_kv": 16},
+        ),
+        (
+            {"c_q": (64, 64), "c_k": (32, 64), "c_v": (32, 64)},
+            {"n_head": 4, "n_kv_head": 2},
+            {"c_q": 16, "c_k": 16, "c_v": 16},
+        ),
+        (
+            {"w_qs": (64, 64), "w_ks": (64, 64), "w_vs": (64, 64)},
+            {"n_head": 4},
+            {"w_qs": 16, "w_ks": 16, "w_vs": 16},
+        ),
+        # Fewer keys than queries, wider values: as many value heads as key heads.
+        (
+            {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (64, 64)},
+            {"num_heads": 4, "num_kv_heads": 2},
+            {"q_proj": 16, "k_proj": 16, "v_proj": 32},
+        ),
+        # The configuration is of another tower.
+        (
+            {"qkv": (192, 64), "proj": (64, 64)},
+            {"num_heads": 8, "config": {"num_attention_heads": 4, "hidden_size": 64}},
+            {"qkv": 8},
+        ),
+    ],
+)
+def test_heads_are_cut_where_they_lie(layers, sizes, split):
+    assert split_of(attention(layers, **sizes)) == split
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "whole"),
+    [
+        # The size of a head of queries is not that of values.
+        (
+            {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (64, 64)},
+            {"head_dim": 16, "value_size": 32},
+            ["v_proj"],
+        ),
+        # Queries and gates, each in one half: no head has 32 rows.
+        (
+            {"q_proj": (128, 64), "k_proj": (32, 64), "v_proj": (32, 64)},
+            {"num_heads": 4, "num_kv_heads": 2, "o_proj": nn.Linear(64, 64)},
+            ["q_proj", "k_proj", "v_proj"],
+        ),
+        # All heads of a rank, keys and values have fewer.
+        (
+            {"wq": (64, 64), "wk": (32, 64), "wv": (32, 64)},
+            {"n_local_heads": 4},
+            ["wq", "wk", "wv"],
+        ),
+        # One head of keys and values, which the module does not tell.
+        ({"to_q": (96, 64), "to_kv": (48, 64)}, {"heads": 4}, ["to_kv"]),
+        # Bare parameters may be (inputs, outputs).
+        (
+            {name: nn.Parameter(torch.randn(64, 64)) for name in SQUARE},
+            {"head_dim": 16},
+            list(SQUARE),
+        ),
+        ({"to_qk": (128, 64), "to_v": (64, 64)}, {"heads": 4}, ["to_qk", "to_v"]),
+        ({"q": (64, 64), "kv": (128, 64)}, {"num_heads": 4}, ["kv"]),
+        ({"query_projection": (64, 64), "key_projection": (64, 64)}, {"h": 4}, 2),
+    ],
+)
+def test_nothing_is_cut_where_sizes_contradict_one_another(layers, sizes, whole):
+    model = attention(layers, **sizes)
+    with pytest.warns(UserWarning) as caught:
+        optim = optimizer.Muon.for_model(model, 0.02, per_head=True)
+    names = list(layers) if whole == 2 else whole
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    told = [str(each.message) for each in caught if str(each.message).startswith("per_head")]
+    assert len(told) == 1 and f"a head of attn.{names[0]}" in told[0]
+    assert f"{more}: whole" in told[0]
+    split = optim.defaults["split"] or {}
+    assert not any(isinstance(split.get(name), (int, str)) for name in names)
+
+
+def wrapped(wrap: Callable[[nn.Module], Any]) -> nn.Module:
+    model = attention({"q_proj": (64, 64), "k_proj": (32, 64)}, num_heads=4, num_kv_heads=2)
+    model.attn.q_proj = wrap(model.attn.q_proj)
+    return model
+
+
+class Saved(nn.Module):
+    """What PEFT makes of a layer in ``modules_to_save``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.original_module = copy.deepcopy(layer).requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict({"default": layer})
+
+
+@pytest.mark.parametrize("wrap", [Saved, nn.utils.parametrizations.weight_norm, torch.compile])
+def test_a_wrapped_projection_has_the_heads_of_its_attention(wrap):
+    model = wrapped(wrap)
+    optim = optimizer.Muon.for_model(model, 0.02, per_head=True)
+    described = optimizer.describe(model, per_head=True)
+    assert "nothing tells" not in str(described)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) if p.requires_grad else None
+    before = {id(p): p.detach().clone() for p in model.parameters()}
+    optim.step()
+    for p in model.parameters():
+        if p.shape in ((64, 64), (32, 64)) and p.requires_grad and p is not model.mlp.weight:
+            for head in (before[id(p)] * (1 - 0.02 * 0.1) - p.detach()).split(16):
+                values = torch.linalg.svdvals(head)
+                assert values.min() > 0.5 * values.max()
+
+
+@pytest.mark.parametrize(("name", "kdim"), [("in_proj_weight", None), ("q_proj_weight", 32)])
+def test_a_parametrized_multihead_attention_tells_of_its_heads(name, kdim):
+    model = nn.Sequential(nn.MultiheadAttention(64, 4, kdim=kdim))
+    nn.utils.parametrizations.weight_norm(model[0], name)
+    assert set(split_of(model).values()) == {16} and f"{name}." in str(
+        [*split_of(model), name + "."]
+    )

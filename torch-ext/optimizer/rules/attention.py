@@ -7,79 +7,154 @@ the configuration tells has to fit the rows. Nothing is concluded from the rows 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
-from torch import nn
+from torch import Tensor, nn
 
-from .modules import ParamInfo, look_up, may_be_divided, size_in
+from .modules import (
+    ParamInfo,
+    class_names,
+    look_up,
+    may_be_divided,
+    owning_components,
+    size_in,
+)
 
 # Finds a size that modules or configurations call by one of some keys.
 SizeOf = Callable[[Sequence[str]], Optional[int]]
 
 # What configurations and modules call their numbers of attention heads, and the size of one.
 HEADS = ["num_attention_heads", "num_heads", "n_heads", "n_head", "nheads"]
-HEADS += ["heads", "num_attn_heads"]
+HEADS += ["heads", "num_attn_heads", "nhead", "num_q_heads", "num_query_heads"]
 KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_heads"]
-KEY_HEADS += ["n_query_groups", "num_query_groups"]
+KEY_HEADS += ["n_query_groups", "num_query_groups", "kv_heads"]
 HEAD_DIM = ["head_dim", "attention_head_size", "head_size", "d_head", "kv_channels"]
 HEAD_DIM += ["key_value_proj_dim", "d_kv", "dim_head"]
 _QUERY_DIM = ["qk_head_dim", "q_head_dim", "head_k_dim", *HEAD_DIM]
-_VALUE_DIM = ["v_head_dim", "head_v_dim", *HEAD_DIM]
+VALUES_ALONE = ["v_head_dim", "head_v_dim"]
+_VALUE_DIM = [*VALUES_ALONE, *HEAD_DIM]
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 
-_WORDS = {"q": "query", "k": "key", "v": "value"}
-# By name of a projection, whether it gives queries, keys or values. Latent attention, and indexers
-# of sparse attention, have two query projections in turn, of which the second gives heads.
-_PROJECTIONS = {"q_b_proj": "q", "wq_b": "q"} | {
-    pattern.format(name): kind
-    for kind, word in _WORDS.items()
-    for name, patterns in (
-        (kind, "{} w{} W{} to_{} {}_proj {}_lin linear_{} add_{}_proj project_{}"),
-        (word, "{} {}_proj {}_layer"),
-    )
-    for pattern in patterns.split()
-}
+# By what a name calls it, whether a projection gives queries, keys, values, or two of them.
+_KINDS = {"q": "q", "query": "q", "queries": "q", "k": "k", "v": "v", "qk": "qk", "kv": "kv"}
+_KINDS |= {"key": "k", "keys": "k", "value": "v", "values": "v", "key_value": "kv"}
+_PROJECTION = re.compile(
+    r"(c_|fc_|proj_|project_|lin_|linear_|add_|to_?|w_?|)"
+    rf"({'|'.join(sorted(_KINDS, key=len, reverse=True))})s?"
+    r"(_?proj|_projection|_lin|_linear|_layer|_net|_global|)(?:_weight)?",
+    re.IGNORECASE,
+)
+# Latent attention, and indexers of sparse attention, have two query projections in turn, of which
+# the second gives heads.
+_SECOND_QUERIES = ("q_b_proj", "wq_b")
 
 
-def projection_head(model: nn.Module, info: ParamInfo, weight: str, rows: int) -> Optional[int]:
+def projection_head(
+    model: nn.Module, info: ParamInfo, weight: str, rows: int, ndim: int = 2
+) -> Optional[int]:
     """Rows of one head of a projection, 0 if nothing tells; None if the weight is none.
+
+    Queries and keys have heads of one size, and keys and values equally many: where sizes or
+    counts say otherwise, they are those of something else.
 
     Args:
         weight: the last component of its name that says something.
-        rows: of the weight, in all.
+        rows: its outputs, in all.
+        ndim: its dimensions; nothing tells how heads lie in more than two.
     """
-    kind, attention = _PROJECTIONS.get(weight), attention_of(info)
-    beside = {**attention._modules, **attention._parameters}
-    queries = {n for n in beside if _PROJECTIONS.get(n.removesuffix("_weight")) == "q"}
-    if kind is None or not queries:  # RWKV's keys and values are asked for by no queries
-        return None
-    dims = _VALUE_DIM if kind == "v" else _QUERY_DIM
-    own = size_in(attention, dims)
+    (affixes, kind), attention = _kind_of(weight), attention_of(info)
+    beside = _projections(attention)
+    kinds = {name: _kind_of(name) for name in beside}
+    if not kind or not any(other.startswith("q") for _, other in kinds.values()):
+        return None  # RWKV's keys and values are asked for by no queries
+    own = size_in(attention, _VALUE_DIM if kind == "v" else _QUERY_DIM)
     halves = [size_in(attention, [f"qk_{half}_head_dim"]) for half in ("nope", "rope")]
-    if kind != "v" and None not in halves:
-        own = sum(filter(None, halves))
-    if own is not None and rows % own == 0:
-        return own
-    counts = HEADS if kind == "q" or _has_rows(beside, queries, rows) else []
-    heads = own_size(info, counts if kind == "q" else [*KEY_HEADS, *counts])
-    if heads is not None and rows % heads == 0:
-        return rows // heads
-    size_of = functools.partial(look_up, model, info)
-    heads, hidden, size = size_of(HEADS), size_of(_HIDDEN), size_of(dims)
-    if heads is None:
+    of_keys = size_in(attention, _QUERY_DIM) if None in halves else sum(filter(None, halves))
+    own = own if kind == "v" else of_keys
+    is_bare = info.layer is attention and not isinstance(attention, nn.MultiheadAttention)
+    if len(kind) > 1 or is_bare or ndim != 2:  # a bare parameter may be (inputs, outputs)
+        return None if own == rows else 0
+    outputs = {other: _outputs(beside[n]) for n, (a, other) in kinds.items() if a == affixes}
+    if outputs.get(kind) != rows:  # one of several layers of a projection
         return 0
-    if size is None and hidden is not None and hidden % heads == 0:
-        size = hidden // heads
-    heads = heads if kind == "q" else size_of(KEY_HEADS) or heads
-    return size if size is not None and rows == heads * size else 0
+    queries, keys = outputs.get("q"), outputs.get("k")
+    if own is not None and kind != "v":
+        return own if rows % own == 0 else 0
+    if own is not None and rows % own == 0:
+        is_values = size_in(attention, VALUES_ALONE) is not None
+        return own if is_values or (keys and rows * (of_keys or 0) == keys * own) else 0
+    heads = own_size(info, HEADS)
+    key_heads = own_size(info, KEY_HEADS) or (heads if keys == queries else None)
+    if kind == "q" and heads and not (keys and key_heads):
+        size, rest = divmod(rows, heads)
+        return 0 if rest or (keys or 0) % size else size
+    if heads and key_heads and queries and keys:
+        is_alike = queries * key_heads == keys * heads
+        is_alike = is_alike and of_keys in (None, keys // key_heads)
+        size, rest = divmod(rows, heads if kind == "q" else key_heads)
+        return size if is_alike and not rest else 0
+    return _configured_head(model, info, outputs, kind)
+
+
+def _configured_head(
+    model: nn.Module, info: ParamInfo, outputs: Mapping[str, int], kind: str
+) -> int:
+    """Rows of a head by the configuration, which has to fit queries, keys and values; else 0."""
+    size_of = functools.partial(look_up, model, info)
+    heads, hidden = size_of(HEADS), size_of(_HIDDEN)
+    is_alone = kind == "v" and not outputs.get("k") and size_of(VALUES_ALONE) is None
+    if heads is None or is_alone or own_size(info, HEADS) not in (None, heads):
+        return 0
+    usual = hidden // heads if hidden is not None and hidden % heads == 0 else 0
+    of_keys, of_values = size_of(_QUERY_DIM) or usual, size_of(_VALUE_DIM) or usual
+    key_heads = size_of(KEY_HEADS) or heads
+    right = {"q": heads * of_keys, "k": key_heads * of_keys}
+    if kind == "v":
+        right["v"] = key_heads * of_values
+    fits = all(outputs.get(other) in (None, rows) for other, rows in right.items())
+    return (of_values if kind == "v" else of_keys) if fits else 0
+
+
+def _kind_of(name: str) -> tuple[tuple[str, str], str]:
+    """What a projection's name has around the word for its kind, and the kind, empty if none."""
+    if name in _SECOND_QUERIES:
+        return (name, ""), "q"
+    match = _PROJECTION.fullmatch(name)
+    if match is None:
+        return (name, ""), ""
+    before, word, after = match.groups()
+    return (before, after), _KINDS[word.lower()]
+
+
+def _projections(attention: nn.Module) -> dict[str, object]:
+    """What an attention may have as projections, by name."""
+    parametrized = getattr(attention, "parametrizations", nn.Module())._modules
+    return {**attention._modules, **attention._parameters, **parametrized}
+
+
+def _outputs(projection: object) -> int:
+    """How many outputs the last matrix of a projection has; 0 if there is none."""
+    if isinstance(projection, nn.Module):
+        projection = projection._modules.get("linear", projection)  # see `is_wrapped`
+    modules = list(projection.modules()) if isinstance(projection, nn.Module) else []
+    tensors = modules[0].parameters() if modules else [projection]
+    shapes = [t.shape for t in tensors if isinstance(t, Tensor) and t.ndim == 2]
+    is_conv1d = any("Conv1D" in class_names(module) for module in modules)
+    return shapes[-1][1 if is_conv1d else 0] if shapes else 0
 
 
 def attention_of(info: ParamInfo) -> nn.Module:
     """The module whose projection a parameter is."""
-    around = info.around[1:] if is_wrapped(info) else info.around
-    is_direct = isinstance(info.module, nn.MultiheadAttention) or not around
-    return info.module if is_direct else around[0]
+    tensor = info.name.split(".")[-2 if info.is_original else -1]
+    if tensor not in ("weight", "weight_v"):
+        return info.layer
+    # Sequential and adapters are within a projection.
+    layer, names = ["", *owning_components(info.name)][-2], info.path[::-1]
+    inner = names.index(layer) if layer in names else 0
+    around = info.around[inner + is_wrapped(info) :]
+    return around[0] if around else info.layer
 
 
 def is_wrapped(info: ParamInfo) -> bool:
@@ -88,18 +163,21 @@ def is_wrapped(info: ParamInfo) -> bool:
     return info.path[-1:] == ["linear"] and any("Linear" in n or "Projection" in n for n in names)
 
 
-def heads_of(info: ParamInfo, rows: int) -> Optional[int]:
-    """How many heads make up so many rows, by what the attention tells."""
-    size = size_in(attention_of(info), HEAD_DIM)
-    return rows // size if size is not None and rows % size == 0 else own_size(info, HEADS)
+def heads_of(info: ParamInfo, rows: int, queries: Optional[int] = None) -> Optional[int]:
+    """How many heads make up so many rows of keys or values, by what the attention tells.
+
+    Args:
+        queries: rows of the queries; None takes those of the projection beside the parameter.
+    """
+    attention = attention_of(info)
+    size = size_in(attention, HEAD_DIM)
+    if size is not None:
+        return None if rows % size else rows // size
+    beside = _projections(attention).items()
+    asked = {_outputs(projection) for name, projection in beside if _kind_of(name)[1] == "q"}
+    return own_size(info, HEADS) if rows in ({queries} if queries else asked) else None
 
 
 def own_size(info: ParamInfo, keys: Sequence[str]) -> Optional[int]:
     """A size that the attention itself tells; None where its sizes may be those of one rank."""
     return None if may_be_divided(info) else size_in(attention_of(info), keys)
-
-
-def _has_rows(beside: Mapping[str, object], names: set[str], rows: int) -> bool:
-    layers = (beside[name] for name in names)
-    weights = (getattr(layer, "weight", layer) for layer in layers)
-    return any(getattr(weight, "shape", (0,))[0] == rows for weight in weights)

@@ -21,10 +21,12 @@ from .attention import (
     HEAD_DIM,
     HEADS,
     KEY_HEADS,
+    VALUES_ALONE,
     SizeOf,
     attention_of,
     heads_of,
     is_wrapped,
+    own_size,
     projection_head,
 )
 from .modules import (
@@ -196,11 +198,14 @@ def heads_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
     """What a weight of a model holds, if it holds several matrices or attention heads: ``split`` is
     the option that parts it by heads, or as far as can be told."""
     fused = fused_in(model, info, param)
-    if fused is None and param.ndim == 2 and 0 not in param.shape:
-        of_one_head = projection_head(model, info, _weight_name(info), len(param))
-        if of_one_head is None or of_one_head == len(param):
+    if fused is None and param.ndim >= 2 and 0 not in param.shape:
+        rows = param.shape[1 if info.is_conv1d else -2 if param.ndim == 3 else 0]
+        of_one_head = projection_head(model, info, _weight_name(info), rows, param.ndim)
+        if of_one_head is None or of_one_head == rows:
             return None
-        return Fused("heads", of_one_head or None, has_heads=True, by_head=of_one_head or None)
+        by_head: Split = f"dim ([head] {of_one_head})" if info.is_conv1d else of_one_head
+        by_head = by_head if of_one_head else None
+        return Fused("heads", by_head, has_heads=True, by_head=by_head)
     if fused is None or fused.by_head is None:
         return fused
     return replace(fused, split=fused.by_head)
@@ -211,8 +216,8 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
     shape, size_of = tuple(param.shape), functools.partial(look_up, model, info)
     if len(shape) < 2 or 0 in shape:
         return None
-    if isinstance(info.module, nn.MultiheadAttention) and info.attribute == "in_proj_weight":
-        parts = [Part(name, shape[0] // 3, info.module.num_heads) for name in "qkv"]
+    if isinstance(info.layer, nn.MultiheadAttention) and _weight_name(info) == "in_proj":
+        parts = [Part(name, shape[0] // 3, info.layer.num_heads) for name in "qkv"]
         return _fused(_HOLDS, parts)
     for name in class_names(info.module):
         if name in _GATES and info.attribute.startswith(("weight_ih", "weight_hh")):
@@ -241,7 +246,8 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
     rows, cols = reversed(shape) if info.is_conv1d else shape
     if is_both:
         halves = [Part(name, rows // 2, heads_of(info, rows // 2)) for name in "kv"]
-        fused = _fused("K and V", halves) if rows % 2 == 0 else Fused("K and V")
+        is_even = rows % (2 * (size_in(attention_of(info), HEAD_DIM) or 1)) == 0
+        fused = _fused("K and V", halves) if is_even else Fused("K and V")
         return _oriented(fused, "k v", info)
     return _oriented(_qkv(info, size_of, weight, rows, cols, above), "q k v", info)
 
@@ -328,6 +334,9 @@ def _qkv(
     info: ParamInfo, size_of: SizeOf, weight: str, rows: int, cols: int, classes: str
 ) -> Fused:
     """How Q, K and V make up so many rows: one below the other, or key head by key head."""
+    own_of, own_heads = functools.partial(own_size, info), own_size(info, HEADS)
+    if own_heads not in (None, size_of(HEADS)):  # the configuration is of other attentions
+        size_of = own_of
     heads, key_heads, size = size_of(HEADS), size_of(KEY_HEADS), size_of(HEAD_DIM)
     by_head = weight in _BY_HEAD or any(name in classes for name in _BY_HEAD_CLASSES)
     one = 1 if info.above and read(info.above[0], "multi_query") else None
@@ -357,9 +366,12 @@ def _qkv(
         return Fused(_HOLDS, hint=hint)
     # Where the key heads can't be told, rows that happen to divide by three tell nothing.
     is_even = rows == 3 * cols or (key_heads == heads and heads and rows % 3 == 0)
-    if not (is_even or _is_taken(info, rows / 3)):
+    told = [own_of(HEAD_DIM), own_of(VALUES_ALONE)]
+    is_odd = any(each and rows % (3 * each * (own_heads or 1)) for each in told)
+    if is_odd or not (is_even or _is_taken(info, rows / 3)):
         return Fused(_HOLDS)
-    return _fused(_HOLDS, [Part(name, rows // 3, heads_of(info, rows // 3)) for name in "qkv"])
+    third = rows // 3
+    return _fused(_HOLDS, [Part(name, third, heads_of(info, third, third)) for name in "qkv"])
 
 
 def _q_k_v(heads: int, key_heads: int, size: int) -> list[Part]:
