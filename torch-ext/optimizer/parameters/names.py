@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import itertools
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Optional
 
 # What torch.compile, activation checkpointing and FSDP1 add to a parameter's name, anywhere in it.
@@ -13,6 +14,7 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 _NOT_IN_STATE_DICTS = WRAPPERS - {"_orig_mod"}
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def normalize_name(name: str) -> str:
     """The parameter's name without the components that wrappers add: ``layers.0.wq.weight``.
 
@@ -32,7 +34,8 @@ def state_dict_key(name: str) -> str:
     return _without(name, _NOT_IN_STATE_DICTS)
 
 
-def _without(name: str, components: Container[str]) -> str:
+@functools.lru_cache(maxsize=1 << 16)
+def _without(name: str, components: frozenset[str]) -> str:
     return ".".join(c for c in name.split(".") if c not in components)
 
 
@@ -46,7 +49,11 @@ def normalize_names(names: Iterable[str]) -> list[str]:
 def find_name(names: Iterable[str]) -> Callable[[str], Optional[str]]:
     """Finds which of ``names`` is meant by a name: itself, or the one that only wrappers tell from
     it; None where there is no such name, or several."""
-    forms = [lambda name: name, lambda name: _without(name, WRAPPERS), normalize_name]
+    forms: list[Callable[[str], str]] = [
+        lambda name: name,
+        lambda name: _without(name, WRAPPERS),
+        normalize_name,
+    ]
     alike: dict[tuple[int, str], list[str]] = {}
     for name in names:
         for number, form in enumerate(forms):
@@ -88,7 +95,8 @@ def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a shell-style pattern fits the whole name, or whole components of it do."""
-    return fnmatch.fnmatchcase(*_to_compare(name, pattern)) or has_component(name, [pattern])
+    name, pattern = _to_compare(name, pattern)
+    return f".{pattern}." in f".{name}." or fnmatch.fnmatchcase(name, pattern)
 
 
 def counted(things: Collection[Any], singular: str, plural: str = "") -> str:
