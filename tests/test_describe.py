@@ -934,3 +934,8 @@ def test_a_parametrized_weight_is_not_computed():
     for module, name in weights:
         parametrize.register_parametrization(module, name, Never(), unsafe=True)
     assert describe(model).warnings == []
+
+
+def test_a_rate_for_a_scale_by_number_is_written_in_two_digits():
+    code = describe(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), adjust_lr=0.18).code
+    assert "lr=1.1e-3," in code

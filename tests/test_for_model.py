@@ -274,3 +274,9 @@ def test_gate_and_up_projection_row_beside_row_are_left_to_adamw_with_a_word(sha
         optim = optimizer.Muon.for_model(model, lr=0.02)
     assert set(optim.names[0]) == {"layers.0.w2.weight", "layers.1.w2.weight"}
     assert [trap.kind for trap in optimizer.describe(model).warnings] == ["pair"]
+
+
+def test_a_gate_and_up_projection_of_odd_rows_is_left_to_adamw_with_a_word():
+    with pytest.warns(UserWarning, match=r"of unknown sizes: layers\.0\.w13 and 1 more"):
+        optim = optimizer.Muon.for_model(Gated(25, 16), lr=0.02)
+    assert set(optim.names[0]) == {"layers.0.w2.weight", "layers.1.w2.weight"}

@@ -403,7 +403,7 @@ def _gated(
         if rows != 2 * (size_of(_INTERMEDIATE) or 0) and not _is_taken(info, rows / 2):
             return None
     elif rows % 2 or (is_stack and not _is_halved(shape, info, in_columns=False)):
-        return None if weight == PAIR and shape[-3] == 2 else Fused(holds)
+        return None if weight == PAIR and is_stack and shape[-3] == 2 else Fused(holds)
     return Fused(holds, [rows // 2] * 2)
 
 

@@ -27,7 +27,9 @@ WORLD = "torch.distributed.group.WORLD"
 
 def usual_lr(scale: Union[str, float]) -> float:
     """A rate that suits an ``adjust_lr``; a number stands for `match_rms_adamw`'s 0.2."""
-    return _LR[scale] if isinstance(scale, str) else _LR["match_rms_adamw"] * 0.2 / scale
+    if isinstance(scale, str):
+        return _LR[scale]
+    return float(f"{_LR['match_rms_adamw'] * 0.2 / scale:.2g}")
 
 
 @dataclass(frozen=True)
