@@ -214,7 +214,7 @@ def test_heads_that_nothing_tells_stay_whole_and_that_is_said_once(sizes, groups
     with pytest.warns(UserWarning) as caught:
         groups = groups_of(model)
     assert [str(each.message)[:70] for each in caught] == [
-        "per_head: nothing tells the size of a head of attn.q_proj.weight and 2"
+        "per_head: no size of a head is told that fits attn.q_proj.weight and 2"
     ]
     assert caught[0].filename == __file__
     assert len(groups[0]["params"]) == 4 and not groups[0].get("split")
@@ -245,15 +245,14 @@ def test_a_multihead_attention_tells_of_its_heads():
 def test_describe_offers_it_and_says_what_it_costs():
     model = Model()
     text = " ".join(str(optimizer.describe(model)).split())
-    assert "per_head=True updates 6 query, key and value projections head by head" in text
+    assert "per_head=True would update 6 query, key and value projections head by head" in text
     cost = [s * s * (2 * max(20, r) + s) for r in (36, 24, 24, 6) for s in [min(20, r)]]
     share = 14 * cost[3] / sum(cost[:3])
-    assert f"28 matrices (6 × 20) instead of 6, batched by shape, with {share:.2g} of" in text
+    assert f"28 matrices (6 × 20) instead of 6, batched by shape. Their iterations take {share:.2g} times" in text
     described = optimizer.describe(model, per_head=True)
-    assert "per_head=True" in described.code and described.heads == ""
-    assert "nothing tells" not in str(described)
+    assert "per_head=True" in described.code and "updates 6 query" in described.heads
     with_words = optimizer.describe(Fused(QKV), per_head=True)
-    assert "per_head leaves 3 projections whole, attn.q_proj.weight first" in str(with_words)
+    assert "that fits 3 projections, attn.q_proj.weight first" in str(with_words)
 
 
 class Conv1D(nn.Module):
@@ -357,7 +356,7 @@ def test_nothing_is_cut_where_sizes_contradict_one_another(layers, sizes, whole)
     names = list(layers) if whole == 2 else whole
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     told = [str(each.message) for each in caught if str(each.message).startswith("per_head")]
-    assert len(told) == 1 and f"a head of attn.{names[0]}" in told[0]
+    assert len(told) == 1 and f"that fits attn.{names[0]}" in told[0]
     assert f"{more}: whole" in told[0]
     split = optim.defaults["split"] or {}
     assert not any(isinstance(split.get(name), (int, str)) for name in names)

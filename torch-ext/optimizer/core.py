@@ -23,7 +23,7 @@ Number = Union[float, Tensor]
 def update_scale(rows: int, cols: int, adjust_lr: Union[str, float]) -> float:
     """The factor that an orthogonalized update is multiplied with.
 
-    A number r: r·sqrt(max(rows, cols)), which gives the update the root mean square r.
+    A number r: r·sqrt(max(rows, cols)), which gives the update about the root mean square r.
     ``match_rms_adamw``: r = 0.2, that of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2).
     ``original``: sqrt(max(1, rows/cols)) (Jordan et
     al. 2024). ``spectral``: sqrt(rows/cols), which makes the RMS → RMS operator norm 1 (Yang et al.

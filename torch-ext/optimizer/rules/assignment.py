@@ -101,9 +101,11 @@ def assign(
         others = [d.key for d in decisions if d.algorithm == "Muon"]
         splits = {key: fused.split for key, fused in found.items()}
         split = {**given, **split_patterns(splits, others)} or None
-        apart = {
-            d.name: f"{d.reason}, split: {found[d.key].holds}" for d in decisions if d.key in found
-        }
+        holds = {key: fused.holds for key, fused in found.items()}
+        for d in decisions:
+            if d.algorithm == "Muon" and any(matches(d.key, pattern) for pattern in given):
+                holds[d.key] = "as given"
+        apart = {d.name: f"{d.reason}, split: {holds[d.key]}" for d in decisions if d.key in holds}
         decisions = changed(decisions, "Muon", apart)
     left = {each.name: f"left to AdamW: {each.what}" for each in undecided}
     decisions = changed(decisions, "AdamW", left)

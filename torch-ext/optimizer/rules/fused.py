@@ -61,9 +61,9 @@ _INTERMEDIATE = ("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size")
 _LAYOUTS = tuple(
     tuple(map(str.strip, line.split("|")))
     for line in """
-    q_proj | ? | HEADS | Q and gate of each head | q=HEAD_DIM gate=HEAD_DIM
-    q_gate_proj | * | head | Q and gate of each head | q=qk_head_dim gate=v_head_dim
-    kv_b_proj wkv_b | * | head | K and V of each head | k=qk_nope_head_dim v=v_head_dim
+    q_proj | ? | HEADS | Q and gate | q=HEAD_DIM gate=HEAD_DIM
+    q_gate_proj | * | head | Q and gate | q=qk_head_dim gate=v_head_dim
+    kv_b_proj wkv_b | * | head | K and V | k=qk_nope_head_dim v=v_head_dim
     kv_a_proj_with_mqa wkv_a | * | - | latent and rotary keys | c=kv_lora_rank rope=qk_rope_head_dim
     index_qk_proj | * | - | Q and K | q=index_n_heads*index_head_dim k=index_kv_heads*index_head_dim
     in_proj_qkv | * | - | Q, K and V | q=KEYS*KEY k=KEYS*KEY v=VALUES*VALUE
@@ -208,7 +208,7 @@ def heads_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
         return Fused("heads", by_head, has_heads=True, by_head=by_head)
     if fused is None or fused.by_head is None:
         return fused
-    return replace(fused, split=fused.by_head)
+    return replace(fused, holds=f"{fused.holds}, by head", split=fused.by_head)
 
 
 def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:

@@ -107,10 +107,11 @@ def check_and_warn(
     names = [decision.name for decision in decisions]
     problems = [f"left to AdamW: {'; '.join(left_to_adamw)}"] if left_to_adamw else []
     if whole:
+        split = ", ".join(f'"{key}": …' for key in dict.fromkeys(map(component_of, whole)))
         problems.append(
-            f"per_head: nothing tells the size of a head of {whole[0]}"
-            f"{f' and {len(whole) - 1} more' if whole[1:] else ''}: whole matrices, as without it "
-            f'(split={{"{component_of(whole[0])}": rows of a head}} parts them)'
+            f"per_head: no size of a head is told that fits {whole[0]}"
+            f"{f' and {len(whole) - 1} more' if whole[1:] else ''}: they stay as without per_head. "
+            f"head_dim on the attention's module or split={{{split}}}, rows of a head, tells it"
         )
     for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
         for key in unmatched_keys(decisions, as_keys(keys)):

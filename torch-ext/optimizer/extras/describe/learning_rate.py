@@ -75,8 +75,10 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     """Where to look for the best rate, measured on small models by benchmarks/training.py."""
     scale = advice.applied_to(subject.options).get("adjust_lr", "match_rms_adamw")
     muons = advice.muons(subject)
-    if scale != "match_rms_adamw" or not muons:
+    if scale in LEAST or not muons:
         return ""
+    factor = 1 if scale == "match_rms_adamw" else 0.2 / scale
+    times = "" if factor == 1 else f", times {factor:.2g}, as adjust_lr is {scale} instead of 0.2"
     if is_transformer(muons):
         matrices = (
             "4 to 8 times AdamW's tuned rate if AdamW had one for everything,\n"
@@ -85,7 +87,7 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     else:
         matrices = "AdamW's tuned rate and half of it, as this is no transformer"
     return (
-        f"Rates to try: lr, for the matrices, {matrices};\n"
+        f"Rates to try: lr, for the matrices, {matrices}{times};\n"
         "adamw_lr, for the rest, 1 to 4 times that lr. Without adamw_lr, lr drives both."
     )
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...parameters.names import counted
-from ...rules.fused import heads_in
+from ...rules.assignment import AUTO
+from ...rules.fused import fused_in, heads_in
 from .subject import Subject
 
 _SHAPES = 3  # that are listed
@@ -19,21 +20,24 @@ def offer(subject: Subject) -> str:
     """
     if whole := subject.assignment.whole:
         return (
-            f"per_head leaves {counted(whole, 'projection')} whole, {whole[0]} first:\n"
-            "neither modules nor their config tell the size of a head."
+            f"Heads: no size is told that fits {counted(whole, 'projection')}, {whole[0]} first:\n"
+            "they stay as without per_head. head_dim on the attention's module, or split, tells it."
         )
-    split = subject.assignment.split
-    if subject.options.get("per_head") or not (split is None or isinstance(split, Mapping)):
+    given = subject.options.get("split")
+    if not (given == AUTO or isinstance(given, Mapping)):
         return ""
     projections, costs, counts, shapes = 0, [0, 0], [0, 0], dict[str, None]()
     for decision in subject.by_algorithm("Muon"):
         fused = heads_in(subject.model, subject.info(decision), decision.param)
-        if fused is None or fused.by_head is None:
+        if fused is None or fused.by_head is None or decision.reason.endswith("as given"):
             continue
         projections += 1
-        by_head = replace(subject.assignment, split={decision.name: fused.by_head})
-        for number, assignment in enumerate((subject.assignment, by_head)):
-            matrices = replace(subject, assignment=assignment).read(decision)
+        whole_or_parts = fused_in(subject.model, subject.info(decision), decision.param)
+        for number, how in enumerate((whole_or_parts and whole_or_parts.split, fused.by_head)):
+            split = {decision.name: how}
+            matrices = replace(subject, assignment=replace(subject.assignment, split=split)).read(
+                decision
+            )
             for block in matrices.blocks:
                 count, (short, long) = matrices.count(block), sorted((block.rows, block.cols))
                 counts[number] += count
@@ -43,8 +47,9 @@ def offer(subject: Subject) -> str:
     if not projections:
         return ""
     listed = ", ".join(list(shapes)[:_SHAPES]) + (", …" if len(shapes) > _SHAPES else "")
+    verb = "updates" if subject.options.get("per_head") else "would update"
     return (
-        f"Heads: per_head=True updates {projections} query, key and value projections head by head,"
-        f"\n{counts[1]:,} matrices ({listed}) instead of {counts[0]:,}, batched by shape, with "
-        f"{costs[1] / max(1, costs[0]):.2g} of the FLOPs of their iterations."
+        f"Heads: per_head=True {verb} {projections} query, key and value projections head by "
+        f"head,\nas {counts[1]:,} matrices ({listed}) instead of {counts[0]:,}, batched by shape. "
+        f"Their iterations take {costs[1] / max(1, costs[0]):.2g} times the FLOPs."
     )
