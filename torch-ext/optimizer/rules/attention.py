@@ -32,9 +32,8 @@ KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "
 KEY_HEADS += ["n_query_groups", "num_query_groups", "kv_heads"]
 HEAD_DIM = ["head_dim", "attention_head_size", "head_size", "d_head", "kv_channels"]
 HEAD_DIM += ["key_value_proj_dim", "d_kv", "dim_head"]
-_QUERY_DIM = ["qk_head_dim", "q_head_dim", "head_k_dim", *HEAD_DIM]
+QUERY_DIM = ["qk_head_dim", "q_head_dim", "head_k_dim", *HEAD_DIM]
 VALUES_ALONE = ["v_head_dim", "head_v_dim"]
-_VALUE_DIM = [*VALUES_ALONE, *HEAD_DIM]
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 
 # By what a name calls it, whether a projection gives queries, keys, values, or two of them.
@@ -56,9 +55,6 @@ def projection_head(
 ) -> Optional[int]:
     """Rows of one head of a projection, 0 if nothing tells; None if the weight is none.
 
-    Queries and keys have heads of one size, and keys and values equally many: where sizes or
-    counts say otherwise, they are those of something else.
-
     Args:
         weight: the last component of its name that says something.
         rows: its outputs, in all.
@@ -69,52 +65,52 @@ def projection_head(
     kinds = {name: _kind_of(name) for name in beside}
     if not kind or not any(other.startswith("q") for _, other in kinds.values()):
         return None  # RWKV's keys and values are asked for by no queries
-    own = size_in(attention, _VALUE_DIM if kind == "v" else _QUERY_DIM)
-    halves = [size_in(attention, [f"qk_{half}_head_dim"]) for half in ("nope", "rope")]
-    of_keys = size_in(attention, _QUERY_DIM) if None in halves else sum(filter(None, halves))
-    own = own if kind == "v" else of_keys
+    own = functools.partial(size_in, attention)
+    halves = [own([f"qk_{half}_head_dim"]) for half in ("nope", "rope")]
+    dim = own(QUERY_DIM) if None in halves else sum(filter(None, halves))
     is_bare = info.layer is attention and not isinstance(attention, nn.MultiheadAttention)
     if len(kind) > 1 or is_bare or ndim != 2:  # a bare parameter may be (inputs, outputs)
-        return None if own == rows else 0
+        return None if dim == rows else 0
     outputs = {other: _outputs(beside[n]) for n, (a, other) in kinds.items() if a == affixes}
     if outputs.get(kind) != rows:  # one of several layers of a projection
         return 0
-    queries, keys = outputs.get("q"), outputs.get("k")
-    if own is not None and kind != "v":
-        return own if rows % own == 0 else 0
-    if own is not None and rows % own == 0:
-        is_values = size_in(attention, VALUES_ALONE) is not None
-        return own if is_values or (keys and rows * (of_keys or 0) == keys * own) else 0
-    heads = own_size(info, HEADS)
-    key_heads = own_size(info, KEY_HEADS) or (heads if keys == queries else None)
-    if kind == "q" and heads and not (keys and key_heads):
-        size, rest = divmod(rows, heads)
-        return 0 if rest or (keys or 0) % size else size
-    if heads and key_heads and queries and keys:
-        is_alike = queries * key_heads == keys * heads
-        is_alike = is_alike and of_keys in (None, keys // key_heads)
-        size, rest = divmod(rows, heads if kind == "q" else key_heads)
-        return size if is_alike and not rest else 0
-    return _configured_head(model, info, outputs, kind)
-
-
-def _configured_head(
-    model: nn.Module, info: ParamInfo, outputs: Mapping[str, int], kind: str
-) -> int:
-    """Rows of a head by the configuration, which has to fit queries, keys and values; else 0."""
+    heads, key_heads = own_size(info, HEADS), own_size(info, KEY_HEADS)
+    size = _sizes(outputs, heads, key_heads, dim, own(VALUES_ALONE)).get(kind, 0)
+    if size or dim is not None:
+        return size
     size_of = functools.partial(look_up, model, info)
-    heads, hidden = size_of(HEADS), size_of(_HIDDEN)
-    is_alone = kind == "v" and not outputs.get("k") and size_of(VALUES_ALONE) is None
-    if heads is None or is_alone or own_size(info, HEADS) not in (None, heads):
+    told, hidden, dim = size_of(HEADS), size_of(_HIDDEN), size_of(QUERY_DIM)
+    if told is None or heads not in (None, told):  # the configuration is of other attentions
         return 0
-    usual = hidden // heads if hidden is not None and hidden % heads == 0 else 0
-    of_keys, of_values = size_of(_QUERY_DIM) or usual, size_of(_VALUE_DIM) or usual
-    key_heads = size_of(KEY_HEADS) or heads
-    right = {"q": heads * of_keys, "k": key_heads * of_keys}
-    if kind == "v":
-        right["v"] = key_heads * of_values
-    fits = all(outputs.get(other) in (None, rows) for other, rows in right.items())
-    return (of_values if kind == "v" else of_keys) if fits else 0
+    if dim is None and hidden is not None and hidden % told == 0:
+        dim = hidden // told
+    key_heads = size_of(KEY_HEADS) or told
+    return _sizes(outputs, told, key_heads, dim, size_of(VALUES_ALONE)).get(kind, 0)
+
+
+def _sizes(
+    outputs: Mapping[str, int],
+    heads: Optional[int],
+    key_heads: Optional[int],
+    dim: Optional[int],
+    value_dim: Optional[int],
+) -> dict[str, int]:
+    """Rows of one head of queries, keys and values, by what is told of them; none where that does
+    not fit their rows.
+
+    Queries and keys have heads of one size, and keys and values equally many.
+    """
+    q, k, v = (outputs.get(kind, 0) for kind in "qkv")
+    if dim is None:
+        dim = q // heads if heads and q % heads == 0 else 0
+    is_asked = not (heads and q) or q in (heads * dim, 2 * heads * dim)  # twice as many with gates
+    does_fit = dim and q % dim == k % dim == 0 and is_asked
+    if not does_fit or (key_heads and k not in (0, key_heads * dim)):
+        return {}
+    count = 0 if not k else key_heads or (k // dim if v == k else 0)
+    if value_dim is None:
+        value_dim = v // count if count and v % count == 0 else 0
+    return {"q": dim, "k": dim, "v": value_dim if value_dim and v % value_dim == 0 else 0}
 
 
 def _kind_of(name: str) -> tuple[tuple[str, str], str]:

@@ -21,6 +21,7 @@ from .attention import (
     HEAD_DIM,
     HEADS,
     KEY_HEADS,
+    QUERY_DIM,
     VALUES_ALONE,
     SizeOf,
     attention_of,
@@ -63,6 +64,7 @@ _LAYOUTS = tuple(
     for line in """
     q_proj | ? | HEADS | Q and gate | q=HEAD_DIM gate=HEAD_DIM
     q_gate_proj | * | head | Q and gate | q=qk_head_dim gate=v_head_dim
+    qkv | ? | HEADS | Q, K and V | q=key_dim k=key_dim v=val_dim
     kv_b_proj wkv_b | * | head | K and V | k=qk_nope_head_dim v=v_head_dim
     kv_a_proj_with_mqa wkv_a | * | - | latent and rotary keys | c=kv_lora_rank rope=qk_rope_head_dim
     index_qk_proj | * | - | Q and K | q=index_n_heads*index_head_dim k=index_kv_heads*index_head_dim
@@ -87,7 +89,7 @@ _LAYOUTS = tuple(
 # Sizes that have several names, or long ones.
 _SIZES = {
     "HEADS": HEADS,
-    "HEAD_DIM": HEAD_DIM,
+    "HEAD_DIM": QUERY_DIM,
     "KEYS": ["linear_num_key_heads"],
     "VALUES": ["linear_num_value_heads"],
     "KEY": ["linear_key_head_dim"],
