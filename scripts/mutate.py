@@ -31,7 +31,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant("core.py", "torch._foreach_add_(outputs, buffers, alpha=momentum)", "pass"),
-    Mutant("core.py", "0.2 * math.sqrt(max(rows, cols))", "0.2 * math.sqrt(min(rows, cols))"),
+    Mutant("core.py", "rms * math.sqrt(max(rows, cols))", "rms * math.sqrt(min(rows, cols))"),
     Mutant("core.py", "d * w >= 0, w, 0.0", "d * w <= 0, w, 0.0"),
     Mutant("core.py", "v, 1.0 - beta2)", "v, beta2)"),
     Mutant("pipeline.py", 'if options.decay_lr == "adjusted" else', "if False else"),
