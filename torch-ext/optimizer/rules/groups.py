@@ -84,7 +84,8 @@ def get_default_muon_param_groups(
     if per_head:
         found, _, whole = parted(model, infos_of(model), decisions, {}, per_head)
         by_head = {key: fused.by_head for key, fused in found.items() if fused.by_head is not None}
-        groups[0]["split"] = split_patterns(by_head, groups[0]["names"])
+        if by_head:
+            groups[0]["split"] = split_patterns(by_head, groups[0]["names"])
     check_and_warn(model, decisions, expert_keys, adamw_keys, problems, whole)
     return groups
 

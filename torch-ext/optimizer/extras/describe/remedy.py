@@ -167,7 +167,9 @@ def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
     function, leave, keep = subject.is_muon_func, list(advice.leave), []
     if function is default_is_muon:  # it goes by names: what modules have decided is listed
         leave += [d.name for d in subject.by_algorithm("AdamW") if d.reason.startswith("head")]
-        keep = [d.name for d in subject.by_algorithm("Muon") if d.reason == "matrix, no head"]
+        keep = [
+            d.name for d in subject.by_algorithm("Muon") if d.reason.startswith("matrix, no head")
+        ]
     lines = ["def is_muon(name, param, expert_keys=None):"]
     if advice.only_matrices:
         lines += ["    if param.ndim < 2:", "        return False"]
