@@ -337,6 +337,18 @@ def test_heads_are_cut_where_they_lie(layers, sizes, split):
             {"n_local_heads": 4},
             ["wq", "wk", "wv"],
         ),
+        # Queries and gates make up twice the rows, and nothing counts the keys' heads.
+        (
+            {"wq": (192, 96), "wk": (96, 192), "wv": (96, 192)},
+            {"num_heads": 6},
+            ["wk", "wv"],
+        ),
+        # The width of the model over the heads is no size of theirs.
+        (
+            {"w_qs": (96, 48), "w_ks": (48, 48), "w_vs": (72, 48)},
+            {"num_attention_heads": 6, "hidden_size": 48},
+            ["w_ks", "w_vs"],
+        ),
         # One head of keys and values, which the module does not tell.
         ({"to_q": (96, 64), "to_kv": (48, 64)}, {"heads": 4}, ["to_kv"]),
         # Bare parameters may be (inputs, outputs).

@@ -82,7 +82,9 @@ def projection_head(
     told, hidden, dim = size_of(HEADS), size_of(_HIDDEN), size_of(QUERY_DIM)
     if told is None or heads not in (None, told):  # the configuration is of other attentions
         return 0
-    if dim is None and hidden is not None and hidden % told == 0:
+    if dim is None:
+        if hidden is None or hidden % told or outputs.get("q", hidden) != hidden:
+            return 0
         dim = hidden // told
     key_heads = size_of(KEY_HEADS) or told
     return _sizes(outputs, told, key_heads, dim, size_of(VALUES_ALONE)).get(kind, 0)
@@ -101,8 +103,10 @@ def _sizes(
     Queries and keys have heads of one size, and keys and values equally many.
     """
     q, k, v = (outputs.get(kind, 0) for kind in "qkv")
-    if dim is None:
+    if dim is None:  # queries may hold gates, too: this is no size of keys whose count is untold
         dim = q // heads if heads and q % heads == 0 else 0
+        key_heads = key_heads or (heads if k == q else None)
+        k, v = (k, v) if key_heads else (0, 0)
     is_asked = not (heads and q) or q in (heads * dim, 2 * heads * dim)  # twice as many with gates
     does_fit = dim and q % dim == k % dim == 0 and is_asked
     if not does_fit or (key_heads and k not in (0, key_heads * dim)):
@@ -110,7 +114,8 @@ def _sizes(
     count = 0 if not k else key_heads or (k // dim if v == k else 0)
     if value_dim is None:
         value_dim = v // count if count and v % count == 0 else 0
-    return {"q": dim, "k": dim, "v": value_dim if value_dim and v % value_dim == 0 else 0}
+    value_dim = value_dim if v and value_dim and v % value_dim == 0 else 0
+    return {"q": dim, "k": dim if k else 0, "v": value_dim}
 
 
 def _kind_of(name: str) -> tuple[tuple[str, str], str]:
