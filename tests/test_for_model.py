@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 
 from kernel import optimizer
-from layouts import EXACT, part_for, whole
+from layouts import EXACT, set_gradients, whole
 from ranks import run_ranks
 
 
@@ -61,9 +61,7 @@ def train(model: nn.Module) -> list[torch.Tensor]:
     assert optim.defaults["split"] == SPLIT
     assert [group["lr"] for group in optim.param_groups] == [0.02, 0.01]
     for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        for p in model.parameters():
-            p.grad = part_for(p, torch.randn(p.shape, generator=generator))
+        set_gradients(model.parameters(), seed=step)
         optim.step()
     return [whole(p).detach() for p in model.parameters()]
 

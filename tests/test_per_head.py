@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import reference as ref
 from counters import count
 from kernel import optimizer
-from layouts import EXACT, part_for, whole
+from layouts import EXACT, set_gradients, whole
 from models import Attention
 from ranks import run_ranks
 
@@ -45,9 +45,7 @@ def train(model: nn.Module, **options: Any) -> list[torch.Tensor]:
     optim = make(model, **options)
     assert optim.defaults["split"] == SPLIT
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for p in model.parameters():
-            p.grad = part_for(p, torch.randn(p.shape, generator=generator))
+        set_gradients(model.parameters(), seed=step)
         optim.step()
     return [whole(p).detach() for p in model.parameters()]
 
@@ -97,8 +95,7 @@ def bytes_sent(per_head: bool) -> float:
     model = shard(Model(), "fsdp2")
     optim = optimizer.Muon.for_model(model, 0.02, per_head=per_head)
     for _ in range(2):
-        for p in model.parameters():
-            p.grad = part_for(p, torch.ones(p.shape))
+        set_gradients(model.parameters())
         counter = count(optim.step)
     return counter.sent
 

@@ -6,12 +6,14 @@ heads, biases, scales and convolutions are AdamW's; the linear maps between them
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import set_seed
 
 Batch = dict[str, Any]  # keyword arguments of ``forward``
 VOCABULARY = 1000
@@ -78,6 +80,27 @@ def tokens(vocabulary: int = VOCABULARY, length: int = 12, texts: int = 2) -> to
 def text() -> Batch:
     input_ids = tokens()
     return {"input_ids": input_ids, "labels": input_ids}
+
+
+def train(
+    model: nn.Module,
+    batch: Batch,
+    optim: torch.optim.Optimizer,
+    steps: int,
+    loss_of: Callable[[Any], torch.Tensor] = lambda outputs: outputs.loss,
+) -> list[float]:
+    """Losses of steps with one batch, none of which warns."""
+    losses = []
+    for _ in range(steps):
+        set_seed(1)  # the same dropout, masks, noise and targets in each step
+        loss = loss_of(model(**batch))
+        loss.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def images(size: int = 32, channels: int = 3, count: int = 2) -> torch.Tensor:

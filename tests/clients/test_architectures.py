@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import set_seed
 
 import audits
 from advice import names_of, run
-from architectures import KINDS, Architecture
+from architectures import KINDS, Architecture, train
 from kernel import optimizer
 from other_architectures import OTHERS
 from transformers_architectures import TRANSFORMERS
@@ -124,17 +123,7 @@ def test_the_table_has_a_key_for_each_parameter_and_no_other(name):
 def test_for_model_trains_without_a_warning_or_a_finding(name):
     model = build(name)
     batch = ARCHITECTURES[name].batch()
-    optim = make(name, model)
-    losses = []
-    for _ in range(STEPS):
-        set_seed(1)  # the same dropout, masks, noise and targets in each step
-        loss = loss_of(model(**batch))
-        loss.backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, batch, make(name, model), STEPS, loss_of)
     assert losses[-1] < losses[0], losses
 
 

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import audits
 from advice import arguments, kinds, run
-from architectures import is_ended_by, text
+from architectures import is_ended_by, text, train
 from causal_families import (
     FAMILIES,
     PAGE,
@@ -122,15 +122,6 @@ def test_parameters_splits_and_notes_are_those_that_were_read(name):
 @pytest.mark.parametrize("name, mode", TRAINED)
 def test_for_model_trains_without_a_finding(name, mode):
     torch.manual_seed(0)
-    model, batch, losses = build(name), text(), []
-    optim = make(name, model, per_head=mode == "heads")
-    for _ in range(STEPS):
-        hf.set_seed(1)  # the same dropout in each step
-        loss = model(**batch).loss
-        loss.backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
+    model, batch = build(name), text()
+    losses = train(model, batch, make(name, model, per_head=mode == "heads"), STEPS)
     assert losses[-1] < losses[0], losses
