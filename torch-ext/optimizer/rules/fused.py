@@ -341,7 +341,7 @@ def _qkv(
         size_of = own_of
     heads, key_heads, size = size_of(HEADS), size_of(KEY_HEADS), size_of(HEAD_DIM)
     by_head = weight in _BY_HEAD or any(name in classes for name in _BY_HEAD_CLASSES)
-    one = 1 if info.above and read(info.above[0], "multi_query") else None
+    one = 1 if read(attention_of(info), "multi_query") else None
     if "GPTBigCode" in classes and one is None:
         by_head = True
     if heads is not None:
@@ -351,9 +351,7 @@ def _qkv(
             each = None if heads % _CODEGEN_SHARDS else heads // _CODEGEN_SHARDS
             parts = [Part(name, part, each) for name in "qvk"]
             return _fused(f"{_HOLDS}, which alternate,", parts, str(_CODEGEN_SHARDS))
-        own = next(
-            filter(None, (size_in(m, KEY_HEADS) for m in (info.module, *info.above[:1]))), None
-        )
+        own = size_in(attention_of(info), KEY_HEADS)
         if own not in (None, heads) and size_of(HEAD_DIM) is None and not by_head:
             unit, left = divmod(rows, heads + 2 * own)
             return Fused(_HOLDS) if left else _fused(_HOLDS, _q_k_v(heads, own, unit))
