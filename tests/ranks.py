@@ -18,6 +18,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -176,10 +177,13 @@ def _run(
     return outcomes
 
 
+_server_lock = threading.Lock()  # tests run several groups of ranks at once, from threads
+
+
 def _start_server() -> None:
     """Starts the server, unless it runs, where it finds the modules beside this one."""
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with pytest.MonkeyPatch.context() as environment:
+    with _server_lock, pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", paths.rstrip(os.pathsep))
         forkserver.ensure_running()
 
