@@ -110,13 +110,29 @@ def test_kimi_k2_clips_logits_above_100_in_latent_attention():
     torch.testing.assert_close(clipped, expected)
 
 
+ADAMW = {"adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}  # not published of GLM-5 and Kimi K3
+KIMI_K3 = {"lr": 1e-3, "momentum": 0.9, "ns_steps": 4, "threshold": 200.0, **ADAMW}
+
+
+@pytest.mark.parametrize("name, needed", [("glm_5", ADAMW), ("kimi_k3", KIMI_K3)])
+def test_what_a_report_leaves_out_has_to_be_given(name, needed):
+    model, recipe = KimiK3(), getattr(recipes, name)
+    for key in needed:
+        with pytest.raises(TypeError, match=key):
+            recipe(model, **{k: value for k, value in needed.items() if k != key})
+    arguments = recipe(model, **needed)
+    for config in arguments.pop("clip_config", {}).values():
+        assert config["threshold"] == needed["threshold"]
+    assert arguments.items() >= {k: v for k, v in needed.items() if k != "threshold"}.items()
+
+
 def matrices_of(optim):
     return {row["name"]: row["matrices"] for row in optim.summary().rows}
 
 
 def test_glm_5_has_a_matrix_for_each_head_of_queries_keys_and_values():
     model = DeepseekV3()
-    optim = Muon(**recipes.glm_5(model), ns_dtype=torch.float32)
+    optim = Muon(**recipes.glm_5(model, **ADAMW), ns_dtype=torch.float32)
     muon, adamw = optim.param_groups
     assert muon["lr"] == adamw["lr"] == 2e-4 and muon["adjust_lr"] == 0.2
     matrices = {name.split(".")[-2]: n for name, n in matrices_of(optim).items()}
@@ -151,9 +167,7 @@ class KimiK3(DeepseekV3):
 
 def test_kimi_k3_has_a_matrix_for_each_head_and_clips_latent_attention_alone():
     model, twin = KimiK3(), KimiK3()
-    with pytest.raises(TypeError, match="lr"):
-        recipes.kimi_k3(model)
-    optim = Muon(**recipes.kimi_k3(model, lr=1e-3), ns_dtype=torch.float32)
+    optim = Muon(**recipes.kimi_k3(model, **KIMI_K3), ns_dtype=torch.float32)
     matrices = {name.removeprefix("model.layers."): n for name, n in matrices_of(optim).items()}
     for name in ("q_proj", "k_proj", "v_proj", "f_b_proj", "g_proj", "o_proj", "f_a_proj"):
         assert matrices[f"2.self_attn.{name}.weight"] == (4 if name[0] in "qkv" else 1), name
@@ -166,8 +180,8 @@ def test_kimi_k3_has_a_matrix_for_each_head_and_clips_latent_attention_alone():
         *(f"self_attn.{name}_conv1d.weight" for name in ("q", "k", "v")),
         *("self_attn.b_proj.weight", "self_attention_res_proj.weight", "mlp_res_proj.weight"),
     }
-    for each, logit in ((model, 400.0), (twin, 100.0)):
-        optim = Muon(**recipes.kimi_k3(each, lr=1e-3), ns_dtype=torch.float32)
+    for each, logit in ((model, 800.0), (twin, 200.0)):
+        optim = Muon(**recipes.kimi_k3(each, **KIMI_K3), ns_dtype=torch.float32)
         torch.manual_seed(1)
         step(each, optim, qk_logits={0: torch.tensor([logit, 50.0, 50.0, 50.0]), 1: None})
     left = dict(twin.named_parameters())
@@ -189,7 +203,7 @@ def test_models_without_the_parts_are_refused(name, part):
         if hasattr(module, part):
             delattr(module, part)
     with pytest.raises(ValueError, match=rf"recipes\.{name} names {part}"):
-        getattr(recipes, name)(model)
+        getattr(recipes, name)(model, **(ADAMW if name == "glm_5" else {}))
 
 
 def test_kimi_k2_needs_the_sizes_of_heads():

@@ -4,9 +4,11 @@ A recipe takes a model and returns keyword arguments: its user writes one line::
 
     optimizer = Muon(**recipes.kimi_k2(model))
 
-published.json has each value with its source beside it, a section of the report or a file. What a
-source does not say is the value of the recipe that it builds on. Learning rates are the highest of
-a schedule; the schedule itself is up to the trainer.
+published.json has each value with its source beside it, a section of the report or a file. Numbers
+that Kimi K3's and GLM-5's reports leave out are required arguments. The algorithm where they do not
+spell it out is that of the recipes that they build on: Nesterov's momentum, the polynomials, and
+the scale of Kimi K3's updates. Learning rates are the highest of a schedule; the schedule itself is
+up to the trainer.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def moonlight(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     Raises:
         ValueError: no such parts.
     """
-    return _arguments("moonlight", model, lr)
+    return _arguments("moonlight", model, lr=lr)
 
 
 def kimi_k2(model: nn.Module, lr: Any = None) -> dict[str, Any]:
@@ -58,10 +60,19 @@ def kimi_k2(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     Raises:
         ValueError: no such parts, or sizes.
     """
-    return _arguments("kimi_k2", model, lr)
+    return _arguments("kimi_k2", model, lr=lr)
 
 
-def kimi_k3(model: nn.Module, lr: Any) -> dict[str, Any]:
+def kimi_k3(
+    model: nn.Module,
+    lr: Any,
+    *,
+    momentum: float,
+    ns_steps: int,
+    threshold: float,
+    adamw_betas: tuple[float, float],
+    adamw_eps: float,
+) -> dict[str, Any]:
     """`Muon`'s arguments for Kimi K3, 2.8 T parameters: Per-Head Muon (arXiv:2607.24653).
 
     Muon and QK-Clip as Kimi K2's; heads of query, key and value projections are orthogonalized one
@@ -72,34 +83,39 @@ def kimi_k3(model: nn.Module, lr: Any) -> dict[str, Any]:
     Args:
         model: under the names of the published weights, and with a ``config`` that has the sizes of
             latent attention's heads. Its attentions have to tell theirs, too.
-        lr: the highest learning rate, which is not published.
+        lr, momentum, ns_steps, adamw_betas, adamw_eps: `Muon`'s; the report has none of them.
+        threshold: QK-Clip's, of ``clip_config``; not in the report either.
 
     Raises:
         ValueError: no such parts, or sizes.
     """
-    arguments = _arguments("kimi_k3", model, lr)
+    given = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, adamw_eps=adamw_eps)
+    arguments = _arguments("kimi_k3", model, adamw_betas=adamw_betas, **given)
+    config = {**arguments["clip_config"], "threshold": threshold}
     names = [normalize_name(name) for name, _ in model.named_parameters()]
     latent = [
         name.partition(".kv_b_proj.")[0] for name in names if has_component(name, ["kv_b_proj"])
     ]
-    return {**arguments, "clip_config": dict.fromkeys(latent, arguments["clip_config"])}
+    return {**arguments, "clip_config": dict.fromkeys(latent, config)}
 
 
-def glm_5(model: nn.Module, lr: Any = None) -> dict[str, Any]:
+def glm_5(
+    model: nn.Module, lr: Any = None, *, adamw_betas: tuple[float, float], adamw_eps: float
+) -> dict[str, Any]:
     """`Muon`'s arguments for GLM-5, 744 B parameters: Muon Split (arXiv:2602.15763).
 
     The up-projections of latent attention to queries, keys and values are orthogonalized head by
-    head, which kept logits bounded without a clip (section 2.1). What GLM-4.5's report does not say
-    of Muon is Moonlight's.
+    head, which kept logits bounded without a clip (section 2.1). The settings are GLM-4.5's.
 
     Args:
         model: with latent attention and experts, under the names of transformers' GLM-5.
         lr: the highest learning rate; None is the published one.
+        adamw_betas, adamw_eps: `Muon`'s; the reports have neither.
 
     Raises:
         ValueError: no such parts.
     """
-    return _arguments("glm_5", model, lr)
+    return _arguments("glm_5", model, lr=lr, adamw_betas=adamw_betas, adamw_eps=adamw_eps)
 
 
 def deepseek_v4(model: nn.Module, lr: Any = None) -> dict[str, Any]:
@@ -117,7 +133,7 @@ def deepseek_v4(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     Raises:
         ValueError: no such parts, or sizes.
     """
-    return _arguments("deepseek_v4", model, lr)
+    return _arguments("deepseek_v4", model, lr=lr)
 
 
 def nanochat(
@@ -173,8 +189,8 @@ def nanochat(
     return {"param_groups": groups, "version": "2026-07"}
 
 
-def _arguments(recipe: str, model: nn.Module, lr: Any) -> dict[str, Any]:
-    """`Muon`'s arguments by a recipe of published.json.
+def _arguments(recipe: str, model: nn.Module, **given: Any) -> dict[str, Any]:
+    """`Muon`'s arguments by a recipe of published.json, and by what is given and not None.
 
     A value "config.x" is the ``x`` of the model's config. The keys ``parts`` and ``split`` name
     components of parameters' names.
@@ -192,7 +208,7 @@ def _arguments(recipe: str, model: nn.Module, lr: Any) -> dict[str, Any]:
             raise ValueError(f"recipes.{recipe} needs model.{value}, which this model has not")
         return size
 
-    options = _values(recipe)
+    options = {**_values(recipe), **{k: v for k, v in given.items() if v is not None}}
     for part in options.pop("parts"):
         if not any(map(has, part.split())):
             raise _missing(recipe, " or ".join(part.split()), model)
@@ -211,7 +227,7 @@ def _arguments(recipe: str, model: nn.Module, lr: Any) -> dict[str, Any]:
     if "clip_config" in options:
         options["clip_config"] = {k: resolve(value) for k, value in options["clip_config"].items()}
     options["adamw_betas"] = tuple(options["adamw_betas"])
-    return options if lr is None else {**options, "lr": lr}
+    return options
 
 
 def _values(recipe: str) -> dict[str, Any]:
