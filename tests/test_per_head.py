@@ -108,11 +108,13 @@ def test_heads_need_no_more_traffic_than_whole_matrices():
 class Fused(nn.Module):
     """Projections of all kinds, and modules that tell of their heads, or do not."""
 
-    def __init__(self, projections: dict[str, tuple[int, int]], **sizes: Any) -> None:
+    def __init__(self, projections: dict[str, Any], **sizes: Any) -> None:
         super().__init__()
         self.attn = nn.Module()
-        for name, (rows, cols) in projections.items():
-            setattr(self.attn, name, nn.Linear(cols, rows, bias=False))
+        for name, layer in projections.items():
+            if isinstance(layer, tuple):
+                layer = nn.Linear(layer[1], layer[0], bias=False)
+            setattr(self.attn, name, layer)
         for name, size in sizes.items():
             setattr(self.attn, name, size)
         self.mlp = nn.Linear(64, 64, bias=False)
@@ -261,14 +263,6 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.randn(cols, rows))
 
 
-def attention(layers: dict[str, Any], **sizes: Any) -> nn.Module:
-    model = Fused({}, **sizes)
-    for name, layer in layers.items():
-        shaped = nn.Linear(layer[1], layer[0], bias=False) if isinstance(layer, tuple) else layer
-        setattr(model.attn, name, shaped)
-    return model
-
-
 SQUARE = {"q_proj": (64, 64), "k_proj": (64, 64), "v_proj": (64, 64)}
 
 
@@ -310,7 +304,7 @@ SQUARE = {"q_proj": (64, 64), "k_proj": (64, 64), "v_proj": (64, 64)}
     ],
 )
 def test_heads_are_cut_where_they_lie(layers, sizes, split):
-    assert split_of(attention(layers, **sizes)) == split
+    assert split_of(Fused(layers, **sizes)) == split
 
 
 @pytest.mark.parametrize(
@@ -356,24 +350,27 @@ def test_heads_are_cut_where_they_lie(layers, sizes, split):
         ),
         ({"to_qk": (128, 64), "to_v": (64, 64)}, {"heads": 4}, ["to_qk", "to_v"]),
         ({"q": (64, 64), "kv": (128, 64)}, {"num_heads": 4}, ["kv"]),
-        ({"query_projection": (64, 64), "key_projection": (64, 64)}, {"h": 4}, 2),
+        (
+            {"query_projection": (64, 64), "key_projection": (64, 64)},
+            {"h": 4},
+            ["query_projection", "key_projection"],
+        ),
     ],
 )
 def test_nothing_is_cut_where_sizes_contradict_one_another(layers, sizes, whole):
-    model = attention(layers, **sizes)
+    model = Fused(layers, **sizes)
     with pytest.warns(UserWarning) as caught:
         optim = optimizer.Muon.for_model(model, 0.02, per_head=True)
-    names = list(layers) if whole == 2 else whole
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
     told = [str(each.message) for each in caught if str(each.message).startswith("per_head")]
-    assert len(told) == 1 and f"that fits attn.{names[0]}" in told[0]
+    assert len(told) == 1 and f"that fits attn.{whole[0]}" in told[0]
     assert f"{more}: they stay" in told[0]
     split = optim.defaults["split"] or {}
-    assert not any(isinstance(split.get(name), (int, str)) for name in names)
+    assert not any(isinstance(split.get(name), (int, str)) for name in whole)
 
 
 def wrapped(wrap: Callable[[nn.Module], Any]) -> nn.Module:
-    model = attention({"q_proj": (64, 64), "k_proj": (32, 64)}, num_heads=4, num_kv_heads=2)
+    model = Fused({"q_proj": (64, 64), "k_proj": (32, 64)}, num_heads=4, num_kv_heads=2)
     model.attn.q_proj = wrap(model.attn.q_proj)
     return model
 
@@ -404,10 +401,14 @@ def test_a_wrapped_projection_has_the_heads_of_its_attention(wrap):
                 assert values.min() > 0.5 * values.max()
 
 
-@pytest.mark.parametrize(("name", "kdim"), [("in_proj_weight", None), ("q_proj_weight", 32)])
-def test_a_parametrized_multihead_attention_tells_of_its_heads(name, kdim):
+SEPARATE = ("0.k_proj_weight", "0.v_proj_weight", "0.parametrizations.q_proj_weight.original1")
+
+
+@pytest.mark.parametrize(
+    ("name", "kdim", "parted"),
+    [("in_proj_weight", None, ["in_proj_weight"]), ("q_proj_weight", 32, SEPARATE)],
+)
+def test_a_parametrized_multihead_attention_tells_of_its_heads(name, kdim, parted):
     model = nn.Sequential(nn.MultiheadAttention(64, 4, kdim=kdim))
     nn.utils.parametrizations.weight_norm(model[0], name)
-    assert set(split_of(model).values()) == {16} and f"{name}." in str(
-        [*split_of(model), name + "."]
-    )
+    assert split_of(model) == dict.fromkeys(parted, 16)

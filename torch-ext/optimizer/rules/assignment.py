@@ -4,7 +4,7 @@ that `Muon.for_model` takes and `describe` shows."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
 
 from torch import nn
@@ -96,15 +96,15 @@ def assign(
     whole: list[str] = []
     if is_found:
         given: Mapping[str, Any] = {} if split == AUTO else split
-        found, unknown, whole = parted(model, infos, decisions, given, per_head)
+        muons = [d for d in decisions if d.algorithm == "Muon"]
+        by_hand = {d.key for d in muons if any(matches(d.key, pattern) for pattern in given)}
+        others = [d for d in muons if d.key not in by_hand]
+        found, unknown, whole = parted(model, infos, others, per_head)
         undecided += unknown
-        others = [d.key for d in decisions if d.algorithm == "Muon"]
         splits = {key: fused.split for key, fused in found.items()}
-        split = {**given, **split_patterns(splits, others)} or None
+        split = {**given, **split_patterns(splits, [d.key for d in muons])} or None
         holds = {key: fused.holds for key, fused in found.items()}
-        for d in decisions:
-            if d.algorithm == "Muon" and any(matches(d.key, pattern) for pattern in given):
-                holds[d.key] = "as given"
+        holds.update(dict.fromkeys(by_hand, "as given"))
         apart = {d.name: f"{d.reason}, split: {holds[d.key]}" for d in decisions if d.key in holds}
         decisions = changed(decisions, "Muon", apart)
     left = {each.name: f"left to AdamW: {each.what}" for each in undecided}
@@ -157,23 +157,23 @@ def _possible_heads(
 def parted(
     model: nn.Module,
     infos: ParamInfos,
-    decisions: Iterable[Decision],
-    given: Mapping[str, Any],
+    muons: Iterable[Decision],
     per_head: bool,
 ) -> tuple[dict[str, Fused], list[Undecided], list[str]]:
-    """Weights that hold several matrices, by key, and those of unknown sizes; with ``per_head``
-    also projections that hold several heads, and names of those with heads of unknown sizes."""
+    """Those of Muon's weights that hold several matrices, by key, and those of unknown sizes; with
+    ``per_head`` also projections that hold several heads, and names of those with heads of unknown
+    sizes."""
     found: dict[str, Fused] = {}
     unknown, whole = [], []
-    for decision in decisions:
-        is_given = any(matches(decision.key, pattern) for pattern in given)
-        if decision.algorithm != "Muon" or is_given:
-            continue
-        read = heads_in if per_head else fused_in
+    read = heads_in if per_head else fused_in
+    for decision in muons:
         fused = read(model, infos[id(decision.param)][0], decision.param)
         if fused is None:
             continue
-        if per_head and fused.has_heads and fused.by_head is None:
+        if per_head and fused.by_head is not None:
+            holds = fused.holds if fused.split is None else f"{fused.holds}, by head"
+            fused = replace(fused, holds=holds, split=fused.by_head)
+        elif per_head and fused.has_heads:
             whole.append(decision.name)
         if fused.split is not None:
             found[decision.key] = fused

@@ -197,20 +197,17 @@ def _fused(holds: str, parts: Sequence[Part], loop: str = "") -> Fused:
 
 
 def heads_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:
-    """What a weight of a model holds, if it holds several matrices or attention heads: ``split`` is
-    the option that parts it by heads, or as far as can be told."""
+    """What a weight of a model holds, if it holds several matrices or attention heads; ``split`` is
+    None where heads make up one matrix."""
     fused = fused_in(model, info, param)
-    if fused is None and param.ndim >= 2 and 0 not in param.shape:
-        rows = param.shape[1 if info.is_conv1d else -2 if param.ndim == 3 else 0]
-        of_one_head = projection_head(model, info, _weight_name(info), rows, param.ndim)
-        if of_one_head is None or of_one_head == rows:
-            return None
-        by_head: Split = f"dim ([head] {of_one_head})" if info.is_conv1d else of_one_head
-        by_head = by_head if of_one_head else None
-        return Fused("heads", by_head, has_heads=True, by_head=by_head)
-    if fused is None or fused.by_head is None:
+    if fused is not None or param.ndim < 2 or 0 in param.shape:
         return fused
-    return replace(fused, holds=f"{fused.holds}, by head", split=fused.by_head)
+    rows = param.shape[1 if info.is_conv1d else -2 if param.ndim == 3 else 0]
+    of_one_head = projection_head(model, info, _weight_name(info), rows, param.ndim)
+    if of_one_head is None or of_one_head == rows:
+        return None
+    by_head: Split = f"dim ([head] {of_one_head})" if info.is_conv1d else of_one_head
+    return Fused("heads", has_heads=True, by_head=by_head if of_one_head else None)
 
 
 def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:

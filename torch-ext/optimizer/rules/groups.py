@@ -67,8 +67,9 @@ def get_default_muon_param_groups(
     """
     expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
     decisions = decide(model, is_muon_func, expert_keys, adamw_keys, convolutions)
+    infos = infos_of(model)
     is_meant = expert_keys == [] or is_muon_func is not default_is_muon
-    left = {} if is_meant else stacked_experts(model, infos_of(model), decisions)
+    left = {} if is_meant else stacked_experts(model, infos, decisions)
     problems = []
     if left:
         sizes = {d.name: d.param.numel() for d in decisions if d.algorithm != "frozen"}
@@ -82,7 +83,8 @@ def get_default_muon_param_groups(
     groups = groups_of(model, decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
     whole: Sequence[str] = ()
     if per_head:
-        found, _, whole = parted(model, infos_of(model), decisions, {}, per_head)
+        muons = [d for d in decisions if d.algorithm == "Muon"]
+        found, _, whole = parted(model, infos, muons, per_head)
         by_head = {key: fused.by_head for key, fused in found.items() if fused.by_head is not None}
         if by_head:
             groups[0]["split"] = split_patterns(by_head, groups[0]["names"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...parameters.names import counted
 from ...rules.assignment import AUTO
-from ...rules.fused import fused_in, heads_in
+from ...rules.fused import heads_in
 from .subject import Subject
 
 _SHAPES = 3  # that are listed
@@ -32,8 +32,7 @@ def offer(subject: Subject) -> str:
         if fused is None or fused.by_head is None or decision.reason.endswith("as given"):
             continue
         projections += 1
-        whole_or_parts = fused_in(subject.model, subject.info(decision), decision.param)
-        for number, how in enumerate((whole_or_parts and whole_or_parts.split, fused.by_head)):
+        for number, how in enumerate((fused.split, fused.by_head)):
             split = {decision.name: how}
             matrices = replace(subject, assignment=replace(subject.assignment, split=split)).read(
                 decision
