@@ -1,135 +1,285 @@
-"""Breaks one line of the engine at a time, and shows which tests notice.
+"""Changes one token of the package at a time, and shows whether the tests of that line notice.
 
+    pip install coverage
     python scripts/mutate.py --results runs/mutants.json
 
-Each mutant is tried in a clone of the last commit: first by the tests that tests/README.md lists
-for its module, until one fails, then, if all of them pass, by all that `make test` runs. Run again
-with the same results, the script goes on where it was interrupted.
+Mutants come from the syntax trees of the package's modules: another operator or comparison, another
+constant, a call left out. Some of those on lines that `make test` runs are drawn, each on a line of
+its own, and tried in a clone of the last commit by the tests that run that line, quickest first,
+until one fails. What tests run comes from ``--covered`` (`covering.py`), and is found out first if
+that folder isn't there. Run again with the same results, the script goes on where it stopped.
 """
 
+from __future__ import annotations
+
 import argparse
+import ast
 import json
+import os
+import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("torch-ext", "optimizer")
 
+OTHER_OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "+"),
+    ast.Pow: ("**", "*"),
+    ast.LShift: ("<<", ">>"),
+    ast.RShift: (">>", "<<"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.BitXor: ("^", "&"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: (r"is\s+not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: (r"not\s+in", "in"),
+}
+
+Place = tuple[int, int]  # line, from 1, and byte in it
+
 
 class Mutant(NamedTuple):
-    """A line of a module, of which ``before`` becomes ``after``; it occurs once in the module."""
+    """The text of a module from ``start`` to ``stop``, and what stands there instead."""
 
     module: str
+    start: Place
+    stop: Place
     before: str
     after: str
 
-
-MUTANTS = [
-    Mutant("core.py", "torch._foreach_add_(outputs, buffers, alpha=momentum)", "pass"),
-    Mutant("core.py", "rms * math.sqrt(max(rows, cols))", "rms * math.sqrt(min(rows, cols))"),
-    Mutant("core.py", "d * w >= 0, w, 0.0", "d * w <= 0, w, 0.0"),
-    Mutant("core.py", "v, 1.0 - beta2)", "v, beta2)"),
-    Mutant("pipeline.py", 'if options.decay_lr == "adjusted" else', "if False else"),
-    Mutant("step/binding.py", "sum(present[at : at + count])", "count"),
-    Mutant(
-        "newton_schulz/iteration.py", "last = scale if step == len(triples) else 1.0", "last = 1.0"
-    ),
-    Mutant("newton_schulz/forms.py", "restarts.append(stop)", "pass"),
-    Mutant("matrices.py", "start - index * stride, stop - index * stride", "start, stop"),
-    Mutant("split_notation.py", "start += _size(summand, sizes) * stride", "start += stride"),
-    Mutant("regions.py", "if placement is not None and placement.strided:", "if False:"),
-    Mutant(
-        "regions.py",
-        "if placement is None else placement.dim in dims",
-        "if placement is None else True",
-    ),
-    Mutant("distributed/wire.py", "recipe.dtype if is_wide", "torch.float32 if is_wide"),
-    Mutant("distributed/hsdp.py", "> sent * per_byte", "< sent * per_byte"),
-    Mutant("distributed/owners.py", "of_owner[2] > most_matrices", "False"),
-    Mutant(
-        "distributed/zero2.py", "slot_rows.zero_()\n            else:", "pass\n            else:"
-    ),
-    Mutant(
-        "distributed/agreement.py",
-        "(votes & _FAILS).any() or digests.sum()",
-        "(votes & _FAILS).any()",
-    ),
-    Mutant(
-        "distributed/agreement.py",
-        'if how_often != "plan" or may_skip or',
-        'if how_often != "plan" or',
-    ),
-    Mutant("distributed/replicas.py", "* norms.maximum(norms[0])", "* norms.minimum(norms[0]) * 0"),
-    Mutant(
-        "async_utils.py", "if computed - updated > 1 or not gathering or makes_room:", "if True:"
-    ),
-    Mutant("step/grad_scaler.py", "if reached != everyone and not replicated", "if not reached"),
-    Mutant(
-        "qk_clip/scales.py",
-        "torch.stack([least.sqrt(), least], 1)",
-        "torch.stack([least, least], 1)",
-    ),
-    Mutant("qk_clip/clip.py", "_ = self._scales  # a rank", "pass  # a rank"),
-    Mutant("state/specs.py", "torch.float32 if in_fp32 else param.dtype", "param.dtype"),
-    Mutant("state/checkpoints.py", "if saved.use_muon != group.use_muon:", "if False:"),
-    Mutant("weight_rounding.py", "bits + 0x8000 if", "bits + 0x7FFF if"),
-    Mutant("adamw.py", "clip_weights(part.weights, clip, rounded_by)", "pass"),
-    Mutant("cpu_offload/ring.py", "self._backend.wait(COMPUTE, load.arrived)", "pass"),
-]
+    def __str__(self) -> str:
+        return f"{self.module}:{self.start[0]}:{self.start[1]}  {self.before} → {self.after}"
 
 
-def tests_of(module: str) -> list[str]:
-    """The test files of a module, from the table in tests/README.md: its longest prefix there."""
-    table = (ROOT / "tests" / "README.md").read_text()
-    rows = dict(re.findall(r"^\| `([^`]+)` \|.*\| ([^|]+) \|$", table, re.M))
-    files = rows[max((prefix for prefix in rows if module.startswith(prefix)), key=len)]
-    return [f"tests/{name}.py" for name in re.findall(r"test_\w+", files)]
+class Source:
+    """The text of a module, and the mutants that its syntax tree has."""
+
+    def __init__(self, module: str, text: bytes):
+        self.module = module
+        self.lines = text.splitlines(keepends=True)
+        self.tree = ast.parse(text)
+
+    def mutants(self) -> Iterator[Mutant]:
+        return self._of(self.tree)
+
+    def mutated(self, mutant: Mutant) -> bytes:
+        start, stop = self._offset(mutant.start), self._offset(mutant.stop)
+        text = b"".join(self.lines)
+        if text[start:stop].decode() != mutant.before:
+            raise ValueError(f"{mutant}: found {text[start:stop]!r} there")
+        return text[:start] + mutant.after.encode() + text[stop:]
+
+    def _of(self, node: ast.AST) -> Iterator[Mutant]:
+        """Of a node and those in it, but for types, messages and docstrings."""
+        if isinstance(node, (ast.Raise, ast.JoinedStr)) or _warns(node):
+            return
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield self._replaced(node, "pass")
+        elif isinstance(node, (ast.BinOp, ast.AugAssign)):
+            left, right = (
+                (node.left, node.right)
+                if isinstance(node, ast.BinOp)
+                else (node.target, node.value)
+            )
+            yield from self._between(left, right, node.op)
+        elif isinstance(node, ast.BoolOp):
+            yield from self._between(node.values[0], node.values[1], node.op)
+        elif isinstance(node, ast.Compare):
+            yield from self._between(node.left, node.comparators[0], node.ops[0])
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+            yield self._replaced(node, self._text(_start(node.operand), _stop(node.operand)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
+            value = node.value
+            other = not value if isinstance(value, bool) else value + 1
+            yield self._replaced(node, repr(other))
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from self._of(child)
+
+    def _between(self, left: ast.AST, right: ast.AST, operator: ast.AST) -> Iterator[Mutant]:
+        if type(operator) not in OTHER_OPERATORS:
+            return
+        pattern, other = OTHER_OPERATORS[type(operator)]
+        if pattern[0] in "+-*/%<>&|^=!":
+            pattern = re.escape(pattern)
+        gap = self._text(_stop(left), _start(right))
+        found = re.search(pattern, gap)
+        assert found is not None, gap
+        start, stop = (self._moved(_stop(left), gap[:end]) for end in found.span())
+        yield Mutant(self.module, start, stop, found[0], other)
+
+    def _replaced(self, node: ast.AST, after: str) -> Mutant:
+        start, stop = _start(node), _stop(node)
+        return Mutant(self.module, start, stop, self._text(start, stop), after)
+
+    def _text(self, start: Place, stop: Place) -> str:
+        return b"".join(self.lines)[self._offset(start) : self._offset(stop)].decode()
+
+    def _offset(self, place: Place) -> int:
+        return sum(map(len, self.lines[: place[0] - 1])) + place[1]
+
+    @staticmethod
+    def _moved(place: Place, text: str) -> Place:
+        lines = text.encode().split(b"\n")
+        return place[0] + len(lines) - 1, len(lines[-1]) + (place[1] if len(lines) == 1 else 0)
 
 
-def failing_test(checkout: Path, tests: list[str]) -> str:
-    """The first test that fails, "" where none does."""
-    run = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "auto", "-m", "not slow", *tests]
-    output = subprocess.run(run, cwd=checkout, capture_output=True, text=True).stdout
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
-    if failed is None and not re.search(r"^\d+ passed", output, re.M):
-        raise RuntimeError(output[-2000:])
-    return failed[1] if failed else ""
+def _warns(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn")
+
+
+def _start(node: ast.AST) -> Place:
+    return node.lineno, node.col_offset  # type: ignore[attr-defined]
+
+
+def _stop(node: ast.AST) -> Place:
+    return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+
+
+class Covered:
+    """What ran while the tests ran: by module and line the tests, by test its seconds."""
+
+    def __init__(self, folder: Path):
+        self.tests: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self.seconds: dict[str, float] = defaultdict(float)
+        for file in folder.glob("*.jsonl"):
+            for entry in map(json.loads, file.read_text().splitlines()):
+                test = sys.intern(entry["test"])
+                self.seconds[test] = max(self.seconds[test], entry["seconds"])
+                for module, lines in entry["lines"].items():
+                    for line in lines:
+                        self.tests[module, line].add(test)
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Those that run the first line of what a mutant changes, the quickest first."""
+        return sorted(
+            self.tests.get((mutant.module, mutant.start[0]), ()), key=self.seconds.__getitem__
+        )
+
+
+def cover(checkout: Path, folder: Path) -> None:
+    """Runs what `make test` runs, and notes what each test runs."""
+    folder.mkdir(parents=True)
+    scripts = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(scripts), "COVERED": str(folder.resolve())}
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "covering", "-m", "not slow", "-n", "auto"]
+    subprocess.run(run, cwd=checkout, env={**os.environ, **environment}, check=True)
+
+
+def draw(covered: Covered, modules: Sequence[str], count: int, seed: int) -> list[Mutant]:
+    """So many mutants of modules whose paths begin like one of ``modules``."""
+    by_line: dict[tuple[str, int], list[Mutant]] = defaultdict(list)
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        module = str(path.relative_to(ROOT / PACKAGE))
+        if module.startswith(tuple(modules)):
+            for mutant in Source(module, path.read_bytes()).mutants():
+                if (module, mutant.start[0]) in covered.tests:
+                    by_line[module, mutant.start[0]].append(mutant)
+    choose = random.Random(seed)
+    lines = sorted(by_line)
+    choose.shuffle(lines)
+    return [choose.choice(by_line[line]) for line in lines[:count]]
+
+
+def failing_test(checkout: Path, tests: Sequence[str], seconds: float) -> str:
+    """The first test that fails; "" where all pass, or none failed in so many seconds."""
+    if not tests:
+        return ""
+    listed = checkout / "tests-of-line"
+    listed.write_text("\n".join(tests))
+    run = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "auto", "--dist", "load"]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*run, f"@{listed}"], cwd=checkout, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
+    return failed[1] if failed else "" if process.returncode in (0, -9) else text[-300:]
+
+
+def tried(mutant: Mutant, root: Path, covered: Covered, seconds: float) -> Mapping[str, object]:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        checkout = Path(folder, "checkout")
+        subprocess.run(["git", "clone", "-q", root, checkout], check=True)
+        module = checkout / PACKAGE / mutant.module
+        module.write_bytes(Source(mutant.module, module.read_bytes()).mutated(mutant))
+        tests = covered.tests_of(mutant)
+        killer = failing_test(checkout, tests, seconds)
+    taken = round(time.monotonic() - start)
+    return {"killer": killer, "tests": len(tests), "seconds": taken}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    runs = ROOT / "runs"
+    parser.add_argument("--root", type=Path, default=ROOT, help="a repository, for its tests")
+    parser.add_argument("--covered", type=Path, default=runs / "covered", help="a folder")
+    parser.add_argument("--mutants", type=Path, default=runs / "drawn.json", help="those drawn")
+    parser.add_argument("--results", type=Path, default=runs / "mutants.json")
+    parser.add_argument("--modules", nargs="+", default=[""], help="how their paths begin")
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=600, help="for each mutant")
     args = parser.parse_args()
+    if not args.covered.exists():
+        cover(args.root, args.covered)
+    covered = Covered(args.covered)
+    if not args.mutants.exists():
+        args.mutants.write_text(
+            json.dumps(draw(covered, args.modules, args.count, args.seed), indent=0)
+        )
+    drawn = [
+        Mutant(module, tuple(start), tuple(stop), before, after)
+        for module, start, stop, before, after in json.loads(args.mutants.read_text())
+    ]
     known = json.loads(args.results.read_text()) if args.results.exists() else {}
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    for mutant in MUTANTS:
-        key = f"{mutant.module}: {mutant.before} → {mutant.after}"
-        if key not in known:
-            start = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-                checkout = Path(folder, "checkout")
-                subprocess.run(["git", "clone", "-q", ROOT, checkout], check=True)
-                module = checkout / PACKAGE / mutant.module
-                text = module.read_text()
-                if text.count(mutant.before) != 1:
-                    raise SystemExit(f"{key}: found {text.count(mutant.before)} times, not once")
-                module.write_text(text.replace(mutant.before, mutant.after))
-                killer = failing_test(checkout, tests_of(mutant.module)) or failing_test(
-                    checkout, []
-                )
-            known[key] = {"killer": killer, "seconds": round(time.monotonic() - start)}
+    for mutant in drawn:
+        if str(mutant) not in known:
+            known[str(mutant)] = tried(mutant, args.root, covered, args.seconds)
             args.results.write_text(json.dumps(known, indent=1, ensure_ascii=False))
+        found = known[str(mutant)]
         print(
-            f"{known[key]['seconds']:5} s  {known[key]['killer'] or 'SURVIVES':90}  {key}",
+            f"{found['seconds']:4} s of {found['tests']:4} tests  "
+            f"{found['killer'] or 'SURVIVES':90}  {mutant}",
             flush=True,
         )
-    killed = sum(bool(known_one["killer"]) for known_one in known.values())
-    print(f"{killed} of {len(MUTANTS)} mutants die")
+    killed = sum(bool(known[str(mutant)]["killer"]) for mutant in drawn)
+    print(f"{killed} of {len(drawn)} mutants die")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import ranks
 from ranks import GRACE_SECONDS, Outcome, run_ranks, values_of
 
 LIFETIME = 3600  # seconds
@@ -131,7 +132,7 @@ def _serve(address: str) -> None:
             return
         try:
             fn, args = pickle.loads(payload)
-            answer = pickle.dumps(Outcome(fn(*args)))
+            answer = pickle.dumps(Outcome(ranks.called(fn, args, {})))
         except Exception as error:
             text = traceback.format_exc()
             answer = pickle.dumps(Outcome(None, type(error).__name__, str(error), text))

@@ -218,8 +218,7 @@ def _rank_main(
         trace: traces.Trace = []
         if is_traced:
             traces.record(sys.modules["kernel"].optimizer.Muon, trace)
-        value = tree_map_only(torch.Tensor, torch.Tensor.cpu, fn(*args, **kwargs))
-        answer = pickle.dumps(Outcome(value, trace=trace))
+        answer = pickle.dumps(Outcome(called(fn, args, kwargs), trace=trace))
     except BaseException as error:
         answer = pickle.dumps(
             Outcome(None, type(error).__name__, str(error), traceback.format_exc())
@@ -230,6 +229,11 @@ def _rank_main(
     wait([connection])
     sys.stderr.flush()
     os._exit(0)  # finalization is slow, and sometimes aborts
+
+
+def called(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function returns on this rank, its tensors in host memory."""
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, fn(*args, **kwargs))
 
 
 def _take_device(rank: int) -> str:
