@@ -15,7 +15,6 @@ import multiprocessing.forkserver
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,20 @@ import coverage  # type: ignore[import-not-found]
 import pytest
 
 FOLDER = Path(os.environ["COVERED"])
+WATCH = coverage.Coverage(data_file=None, include=["*/torch-*/*"], config_file=False)
+WATCH.set_option("run:disable_warnings", ["no-data-collected"])
 
 
 @contextlib.contextmanager
 def noted(test: str) -> Iterator[None]:
     """Writes down which lines run meanwhile, in the name of a test."""
     start = time.monotonic()
-    warnings.simplefilter("ignore", coverage.exceptions.CoverageWarning)
-    watch = coverage.Coverage(data_file=None, include=["*/torch-*/*"], config_file=False)
-    watch.start()
+    WATCH.start()
     try:
         yield
     finally:
-        watch.stop()
-        data = watch.get_data()
+        WATCH.stop()
+        data = WATCH.get_data()
         lines = {
             path.partition("/torch-")[2].partition("/")[2]: sorted(data.lines(path) or ())
             for path in data.measured_files()
@@ -45,6 +44,7 @@ def noted(test: str) -> Iterator[None]:
         entry = {"test": test, "seconds": time.monotonic() - start, "lines": lines}
         with open(FOLDER / f"{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
+        WATCH.erase()
 
 
 if "ranks" in sys.modules:  # this is the server that ranks are forked from, a child of pytest's
