@@ -19,7 +19,6 @@ import torch
 from kernels.backends import _backend
 
 from hub_clients import client, hub, releases  # noqa: F401 (fixtures of several modules)
-from traces import traced  # noqa: F401
 
 if not torch.accelerator.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported

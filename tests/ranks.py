@@ -33,8 +33,6 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-import traces
-
 IS_FAKE = os.environ.get("TEST_DEVICE") == "fake"
 DEVICE = "cuda" if IS_FAKE else os.environ.get("TEST_DEVICE", "cpu")  # a type of device
 
@@ -74,7 +72,6 @@ class Outcome:
     error: str | None = None
     message: str = ""
     detail: str = ""
-    trace: Sequence[str] = ()  # of a `traces.Traced` test
 
 
 def run_ranks(
@@ -130,9 +127,8 @@ def _run(
 ) -> dict[int, Outcome]:
     if DEVICE != "cpu" and not IS_FAKE and torch.accelerator.device_count() < world_size:
         pytest.skip(f"needs {world_size} devices of the type {DEVICE}")
-    traced = traces.Traced.current if DEVICE == "cpu" else None  # elsewhere plans are others
     # Plain pickle: multiprocessing's own would pass tensors as shared memory of a dead process.
-    payload = pickle.dumps((*call, traced is not None))
+    payload = pickle.dumps(call)
     outcomes: dict[int, Outcome] = {}
     processes, connections = [], {}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
@@ -172,8 +168,6 @@ def _run(
                 process.join()
             for connection in connections:
                 connection.close()
-    if traced is not None:
-        traced.traces.append({rank: outcomes[rank].trace for rank in outcomes})
     return outcomes
 
 
@@ -212,13 +206,10 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=pg_timeout),
         )
-        fn, args, kwargs, is_traced = pickle.loads(payload)
+        fn, args, kwargs = pickle.loads(payload)
         if DEVICE != "cpu":
             torch.set_default_device(DEVICE)  # by now all modules are there
-        trace: traces.Trace = []
-        if is_traced:
-            traces.record(sys.modules["kernel"].optimizer.Muon, trace)
-        answer = pickle.dumps(Outcome(called(fn, args, kwargs), trace=trace))
+        answer = pickle.dumps(Outcome(called(fn, args, kwargs)))
     except BaseException as error:
         answer = pickle.dumps(
             Outcome(None, type(error).__name__, str(error), traceback.format_exc())

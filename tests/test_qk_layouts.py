@@ -29,8 +29,6 @@ from layouts import EXACT, Group, Twins, Weight, case, whole
 from models import Attention
 from ranks import rank_outcomes, run_ranks
 
-pytestmark = pytest.mark.usefixtures("traced")
-
 THRESHOLD = 6.0
 HEADS = 4
 LOGITS = torch.tensor([3.0, 7.5, 24.0, 600.0])  # one too small, one clipped to a hundredth
