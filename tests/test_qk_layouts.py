@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -80,100 +81,49 @@ def groups_of(kind: str, mesh, dims, nested=False, dtype=torch.float32, **option
     return groups
 
 
-def step_clipped(cases) -> None:
-    meshes: dict[Any, DeviceMesh] = {}
-    for name, groups, config, options in cases:
-        for weight in (w for group in groups for w in group.weights):
-            if weight.mesh is not None and weight.mesh not in meshes:
-                meshes[weight.mesh] = init_device_mesh("cpu", weight.mesh)
-        with case(name):
-            options = {**EXACT, "expert_keys": ["wq", "wk"], **options}
-            options["clip_config"] = {"threshold": THRESHOLD, **config}
-            reference = {**options, "process_group": None}
-            if "process_group" in options:
-                options["process_group"] = dist.group.WORLD
-            twins = Twins.placed(groups, meshes, options, reference)
-            twins.ours.qk_recorder = Recorder(LOGITS, dist.get_rank(), dist.get_world_size())
-            twins.reference.qk_recorder = Recorder(LOGITS, 0, 1)
-            twins.step()
-            twins.compare()
-            ours, reference = (o.qk_clip_stats() for o in (twins.ours, twins.reference))
-            assert ours == reference and ours["total_clipped"] == 9
-
-
-def all_layouts(ranks: int) -> list[tuple]:
-    one = [(0,), (1,)]
-    two = [(0, 0), (0, 1), (1, 0), (None, 0), (0, None), (None, 1)]
-    variants = [
-        {},
-        {"beta2": 0.9},
-        {"hsdp": "spread", "chunk_size": 1},
-        {"momentum_dtype": torch.bfloat16},
+def step_clipped(ranks: int) -> None:
+    """Every kind on every mesh, cut in every way; and whole, in a process group."""
+    meshes = {sizes: init_device_mesh("cpu", sizes) for sizes in MESHES[ranks]}
+    cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (sizes, dims, {})
+        for sizes in meshes
+        for dims in itertools.product((None, 0, 1), repeat=len(sizes))
     ]
-    cases = []
-    for kind, (config, weights, _) in KINDS.items():
-        meshes = [((ranks,), dims, False) for dims in one]
-        if ranks % 2 == 0:
-            shape = (2, ranks // 2)
-            meshes += [(shape, dims, False) for dims in two]
-            meshes.append((shape, (0, 0), True))
-        if len(next(iter(weights.values()))) == 3:
-            meshes.append(((ranks,), (2,), False))
-        for mesh, dims, nested in meshes:
-            options = variants[len(cases) % len(variants)]
-            named = f"{kind} on {mesh}, {dims}, {nested}, {options}"
-            cases.append((named, groups_of(kind, mesh, dims, nested), config, options))
-    blocks = {"split": [16, 8, 8]}
-    cases.append(("split", groups_of("fused", (ranks,), (0,), **blocks), STACKED, {}))
-    cases.append(("heads", groups_of("fused", (ranks,), (0,), split=4), FUSED, {}))
-    bf16 = groups_of("grouped", (ranks,), (0,), dtype=torch.bfloat16)
-    cases.append(("bf16", bf16, GROUPED, {"momentum_dtype": torch.float32}))
-    return cases
+    cases += [((ranks,), (0,), options) for options in VARIANTS]
+    cases.append((None, (), {"process_group": dist.group.WORLD}))
+    for kind, (config, _, _) in KINDS.items():
+        for sizes, dims, more in cases:
+            with case(f"{kind} on {sizes}, {dims}, {more}"):
+                of_group = {key: more[key] for key in ("split", "dtype") if key in more}
+                if "split" in of_group and kind != "fused":
+                    continue
+                options = {**EXACT, "expert_keys": ["wq", "wk"]}
+                options["clip_config"] = {"threshold": THRESHOLD, **config}
+                options |= {key: value for key, value in more.items() if key not in of_group}
+                reference = {**options, "process_group": None}
+                groups = groups_of(kind, sizes, dims, **of_group)
+                twins = Twins.placed(groups, meshes, options, reference)
+                twins.ours.qk_recorder = Recorder(LOGITS, dist.get_rank(), ranks)
+                twins.reference.qk_recorder = Recorder(LOGITS, 0, 1)
+                twins.step()
+                twins.compare()
+                ours, plain = (o.qk_clip_stats() for o in (twins.ours, twins.reference))
+                assert ours == plain and ours["total_clipped"] == 9
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.slow
+MESHES = {2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)]}
+VARIANTS: list[dict[str, Any]] = [
+    {"beta2": 0.9, "chunk_size": 1},
+    {"momentum_dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "momentum_dtype": torch.float32},
+    {"split": [16, 8, 8]},
+    {"split": 4},
+]
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_rows_columns_strides_and_replicas_are_clipped_as_on_one_device(ranks):
-    run_ranks(step_clipped, ranks, all_layouts(ranks))
-
-
-def replicated(kind: str, **options) -> list[Group]:
-    return groups_of(kind, None, (), **options)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_plain_parameters_of_a_process_group(ranks):
-    cases = [(kind, replicated(kind), KINDS[kind][0], {"process_group": True}) for kind in KINDS]
-    run_ranks(step_clipped, ranks, cases)
-
-
-def step_zero2() -> None:
-    """Gradients that are averaged, biases whose AdamW is divided by rows."""
-    twins = Twins.placed(replicated("grouped"), {}, EXACT)
-    config = {"threshold": THRESHOLD, **GROUPED}
-    groups = [dict(group) for group in twins.ours.param_groups]
-    for group, names in zip(groups, twins.ours.names):
-        group["names"] = names
-    options = {"process_group": dist.group.WORLD, "grad_reduce": "mean", "clip_config": config}
-    ours = optimizer.Muon(groups, **EXACT, **options)
-    logits = Recorder(LOGITS, dist.get_rank(), dist.get_world_size()).take()
-    reference = [
-        {"params": [q], "names": [name], "use_muon": q.ndim > 1, "lr": 0.02}
-        for name, _, q in twins.pairs
-    ]
-    plain = optimizer.Muon(reference, **EXACT, clip_config=config)
-    for _ in range(3):
-        for number, (_, p, q) in enumerate(twins.pairs):
-            q.grad = torch.full_like(q, 1.0 + number)
-            p.grad = q.grad.clone()
-        ours.step(qk_logits=logits)
-        plain.step(qk_logits={0: LOGITS})
-    for name, p, q in twins.pairs:
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6, msg=name)
-
-
-def test_zero2():
-    run_ranks(step_zero2, 2)
+    run_ranks(step_clipped, ranks, ranks)
 
 
 # -- how logits come ---------------------------------------------------------------------------
@@ -376,18 +326,17 @@ class FailingRecorder:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("none on one rank", "would do different things.*QK-Clip of layer 0: threshold 6.0"),
-        ("too few on one rank", r"layer 0 have shape \(3,\)"),
+        ("none on one rank", "QK-Clip of layer 0"),
+        ("too few on one rank", "layer 0 "),
         ("an unknown layer on one rank", "qk_logits has 5"),
-        ("another threshold on one rank", "QK-Clip of layer 0: threshold 5.0"),
+        ("another threshold on one rank", "threshold 5"),
         ("a recorder that fails on one rank", "no attention was seen"),
     ],
 )
 def test_all_ranks_raise_before_anything_moved(what, message):
     for outcome in rank_outcomes(step_with, 2, what):
-        assert outcome.error == "ValueError", outcome
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(outcome.message)
+        assert outcome.error == "ValueError"
+        assert message in outcome.message
 
 
 # -- models whose logits are recorded ------------------------------------------------------------
