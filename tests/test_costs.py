@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from counters import RefusesToRead, calls_by_file, count, transient_bytes
 from kernel import as_arguments, optimizer
+from layouts import local
 from ranks import run_ranks
 
 
@@ -31,32 +33,6 @@ def make(params, **options):
     return optimizer.Muon(
         [{"params": params, "use_muon": True, "none_grad": False}], **as_arguments(options)
     )
-
-
-def bytes_between_replicas(replicas: int, shards: int, hsdp: str) -> float:
-    """What this rank sends per local element."""
-    mesh = init_device_mesh("cpu", (replicas, shards))
-    params = [
-        nn.Parameter(distribute_tensor(torch.zeros(96, 64), mesh, [Replicate(), Shard(0)]))
-        for _ in range(24)
-    ]
-    for p in params:
-        p.grad = distribute_tensor(torch.ones(96, 64), mesh, p.placements)
-    optim = make(params, hsdp=hsdp)
-    optim.step()
-    return count(optim.step).sent / sum(p.to_local().numel() for p in params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 4), (4, 2)])
-def test_hsdp_moves_what_its_choice_says(replicas, shards):
-    ranks = replicas * shards
-    redundant = run_ranks(bytes_between_replicas, ranks, replicas, shards, "redundant")
-    assert redundant == pytest.approx([4 * (shards - 1) / shards] * ranks)
-    spread = run_ranks(bytes_between_replicas, ranks, replicas, shards, "spread")
-    within, back = 2 * (shards - 1) / shards / replicas, 2 * (ranks - 1) / ranks
-    assert spread == pytest.approx([within + back] * ranks)
-    assert within + back < 2 + 2 / replicas
 
 
 def test_a_step_is_few_python_calls():
@@ -125,120 +101,120 @@ def test_memory_does_not_grow_over_steps():
     assert transient_bytes(optim) == first
 
 
-# The counters themselves, against cases counted by hand.
-
-
-def uneven_all_to_all() -> list[float]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    sizes = [1 + (rank + other) % 3 for other in range(ranks)]  # the same in both directions
-    output, input = torch.empty(sum(sizes), 5), torch.randn(sum(sizes), 5)
-    counter = count(lambda: dist.all_to_all_single(output, input, sizes, sizes))
-    return [counter.sent, (sum(sizes) - sizes[rank]) * 5 * 4, counter.chunks]
-
-
-def test_an_uneven_all_to_all_sends_its_splits_for_others():
-    for sent, expected, chunks in run_ranks(uneven_all_to_all, 3):
-        assert sent == expected
-        assert chunks == 0.5  # half of a way there and back
-
-
-def gathers_and_reductions() -> list[float]:
-    ranks, piece = dist.get_world_size(), torch.randn(7)
-    pieces = [torch.empty(7) for _ in range(ranks)]
-    return [
-        count(lambda: dist.all_gather(pieces, piece)).sent,
-        count(lambda: dist.all_reduce(piece)).sent,
-        count(lambda: dist.all_gather(pieces, torch.zeros(7))).sent_in_notes,
-        count(lambda: dist.all_gather([p.long() for p in pieces], piece.long())).sent_in_notes,
-        count(dist.barrier).sent,
-        count(lambda: dist.broadcast(piece, src=0)).sent,
-    ]
-
-
-def test_gathers_send_to_all_others_and_reductions_twice_as_much_as_is_missing():
-    for rank, sent in enumerate(run_ranks(gathers_and_reductions, 4)):
-        broadcast = 0 if rank else 3 * 28
-        assert sent == [3 * 28, 2 * 28 * 3 / 4, 0, 3 * 56, 0, broadcast]
-
-
-# Traffic and memory of sharded matrices.
-
-
-def floor(ranks: int) -> float:
-    """Bytes on the wire per local element: two each way, a rank's own piece not sent."""
-    return 4 * (ranks - 1) / ranks
-
-
-class Matrices(nn.Module):
-    def __init__(self, shapes):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(i, o, bias=False) for o, i in shapes)
-
-
-def with_gradients(model: nn.Module) -> list[nn.Parameter]:
-    params = list(model.parameters())
-    for p in params:
-        p.grad = torch.empty_like(p)
-        p.grad.to_local().normal_()
-    return params
-
-
-def cost_of_a_step(params: list[nn.Parameter], options: dict) -> dict[str, float]:
-    optim = make(params, **options)
-    optim.step()  # creates state, plan and process groups
-    counter = count(optim.step)
-    return {
-        "sent": counter.sent,
-        "elements": sum(p.to_local().numel() for p in params),
-        "messages": len(counter.messages),
-        "peak": counter.peak_bytes,
-        "local": sum(p.to_local().numel() * p.element_size() for p in params),
-        "largest": max(p.numel() * p.element_size() for p in params),
-    }
-
-
-def fsdp2_cost(shapes, **options) -> dict[str, float]:
-    model = Matrices(shapes)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    return cost_of_a_step(with_gradients(model), options)
-
-
-def sent_per_local_element(costs: list[dict[str, float]]) -> float:
-    return sum(c["sent"] for c in costs) / sum(c["elements"] for c in costs)
-
+# Traffic and memory on ranks.
 
 TRANSFORMER = 3 * [(64, 64)] * 4 + 3 * [(256, 64), (256, 64), (64, 256)]
 ONE_OF_EACH = [(8 * i, 136 - 8 * i) for i in range(1, 17)]
+EQUAL = [(96, 64)] * 24
+Shapes = list[tuple[int, ...]]
+
+
+def cost_of_a_step(
+    shapes: Shapes, mesh: tuple[int, ...], dims: tuple[Any, ...], options: Any
+) -> dict[str, float]:
+    """Of matrices that a mesh's dimensions cut as told; without ``dims`` they are plain."""
+    device_mesh, names = init_device_mesh("cpu", mesh), [f"experts.{i}" for i in range(len(shapes))]
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    if dims:
+        whole = [distribute_tensor(p.detach(), device_mesh, placements) for p in params]
+        params = [nn.Parameter(p) for p in whole]
+    else:
+        options = {"process_group": dist.group.WORLD, **options}
+    group = {"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}
+    optim = optimizer.Muon([{**group, "none_grad": False}], **as_arguments(options))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(2):  # before the first step replicas compare what they hold
+        counter = count(optim.step)
+    state = [value for own in optim.state.values() for value in own.values()]
+    return {
+        "sent": counter.sent,
+        "elements": sum(local(p).numel() for p in params),
+        "messages": len(counter.messages),
+        "peak": counter.peak_bytes,
+        "local": sum(local(p).nbytes for p in params),
+        "largest": max(p.nbytes for p in params),
+        "state": sum(local(value).nbytes for value in state),
+        "whole state": sum(value.nbytes for value in state),
+    }
+
+
+def fsdp2_cost(shapes: Shapes, **options: Any) -> list[dict[str, float]]:
+    return run_ranks(cost_of_a_step, 4, shapes, (4,), (0,), options)
+
+
+def between(replicas: int, shards: int) -> float:
+    """Momentum goes to owners among the shards, 1/replicas of it, and comes back to all ranks."""
+    ranks = replicas * shards
+    return 2 * (shards - 1) / shards / replicas + 2 * (ranks - 1) / ranks
+
+
+REDUNDANT, SPREAD = {"hsdp": "redundant"}, {"hsdp": "spread"}
+MEAN = {"grad_reduce": "mean"}
+REPLICAS = 2 * 3 / 4 * (1 + 1 / 4)  # rows of momentum to owners, updates back to all
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shapes"),
-    [(4, TRANSFORMER), (4, ONE_OF_EACH), (8, [(64, 32), (64, 32), (32, 64)])],
-    ids=["transformer", "one-matrix-per-shape", "3-matrices-on-8-ranks"],
+    ("shapes", "mesh", "dims", "options", "expected"),
+    [
+        (TRANSFORMER, (4,), (0,), {}, 4 * 3 / 4),
+        (TRANSFORMER, (4,), (1,), {"comm_dtype": torch.float32}, 8 * 3 / 4),
+        (ONE_OF_EACH, (4,), (0,), {}, 4 * 3 / 4),
+        ([(64, 32), (64, 32), (32, 64)], (8,), (0,), {}, 4 * 7 / 8),
+        (TRANSFORMER, (2, 2), (0, 1), {}, 4 * 3 / 4),
+        (TRANSFORMER, (4,), (0,), {"use_distributed_muon": True}, 2 * 3),
+        (EQUAL, (2, 2), (None, 0), REDUNDANT, 4 * 1 / 2),
+        (EQUAL, (2, 2), (None, 0), SPREAD, between(2, 2)),
+        (EQUAL, (2, 4), (None, 0), SPREAD, between(2, 4)),
+        (EQUAL, (4, 2), (None, 0), SPREAD, between(4, 2)),
+        (EQUAL, (4,), (), {}, REPLICAS),
+        (EQUAL, (4,), (), MEAN, REPLICAS + 4 * 3 / 4),
+        (EQUAL, (1,), (), {}, 0),
+        ([(8, 32, 16)], (4,), (0,), {}, 0),  # experts that are whole where they lie
+    ],
 )
-def test_a_matrix_travels_to_one_owner_and_back(ranks, shapes):
-    costs = run_ranks(fsdp2_cost, ranks, shapes)
+def test_bytes_on_the_wire_per_local_element_are_the_least(shapes, mesh, dims, options, expected):
+    costs = run_ranks(cost_of_a_step, math.prod(mesh), shapes, mesh, dims, options)
     # A thousandth for headers; shards here are even, so no piece is more its owner's than others.
-    assert sent_per_local_element(costs) <= floor(ranks) * 1.001
+    sent = sum(c["sent"] for c in costs) / sum(c["elements"] for c in costs)
+    assert sent == pytest.approx(expected, rel=1e-3)
+    if not dims:
+        assert all(c["state"] == c["whole state"] / math.prod(mesh) for c in costs)
+    if not expected:
+        assert not any(c["messages"] for c in costs)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 100])
 def test_a_chunk_takes_two_collectives(chunk_size):
-    for cost in run_ranks(fsdp2_cost, 4, [(32, 16)] * 10, chunk_size=chunk_size):
-        chunks = -(-10 // chunk_size)
-        assert 0 < cost["messages"] <= 2 * chunks
+    for cost in fsdp2_cost([(32, 16)] * 10, chunk_size=chunk_size):
+        assert 0 < cost["messages"] <= 2 * -(-10 // chunk_size)
 
 
-@pytest.mark.parametrize("options", [{}, {"beta2": 0.9}, {"chunk_size": 1}], ids=str)
-def test_transient_memory_on_ranks_is_bounded_by_chunks_and_the_largest_matrix(options):
+@pytest.mark.parametrize(
+    ("mesh", "dims", "options"),
+    [
+        ((4,), (0,), {}),
+        ((4,), (0,), {"beta2": 0.9}),
+        ((4,), (0,), {"chunk_size": 1}),
+        ((4,), (), {"beta2": 0.9}),
+        ((4,), (), MEAN),
+        pytest.param((2, 2), (None, 0), {**SPREAD, "beta2": 0.9}, marks=pytest.mark.slow),
+        pytest.param((4,), (), {"chunk_size": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_transient_memory_on_ranks_is_bounded_by_chunks_and_the_largest_matrix(mesh, dims, options):
     shapes = [(4 * rows, 4 * cols) for rows, cols in TRANSFORMER]  # of several chunks
-    for cost in run_ranks(fsdp2_cost, 4, shapes, staging_bytes=1 << 18, **options):
+    options = {"staging_bytes": 1 << 16, **options}
+    for cost in run_ranks(cost_of_a_step, 4, shapes, mesh, dims, options):
         chunk = cost["largest"] / 2  # on a wire of half the weights' bytes
         # Six chunks of what is sent and gathered; updates of two come back beside them (beta2).
-        assert cost["peak"] <= (6 * 2 + 2 * 2) * chunk + 4 * cost["largest"]
+        most = (6 * 2 + 2 * 2) * chunk + 4 * cost["largest"]
+        if dims != (0,):  # updates of two chunks come to all ranks
+            most += 2 * max(48 << 16, 2 * 2 * cost["largest"])
+        if options.get("grad_reduce"):
+            most += cost["whole state"] / 4 + (3 << 20)  # of means; buckets
+        assert cost["peak"] <= most
 
 
 def replicas_peak() -> list[int]:
@@ -252,22 +228,6 @@ def test_replicas_convert_updates_of_all_owners_span_by_span():
     """Their copies in fp32, all at once, would take as much as the weights."""
     for peak, weights in run_ranks(replicas_peak, 2):
         assert peak < weights
-
-
-def experts_cost() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    w = torch.randn(8, 32, 16)
-    param = nn.Parameter(distribute_tensor(w, mesh, [Shard(0)]))
-    param.grad = DTensor.from_local(torch.randn(2, 32, 16), mesh, [Shard(0)])
-    groups = [{"params": [param], "names": ["experts.w1"], "use_muon": True, "none_grad": False}]
-    optim = optimizer.Muon(groups, expert_keys=["experts"])
-    optim.step()
-    counter = count(optim.step)
-    return {"sent": counter.sent, "messages": len(counter.messages)}
-
-
-def test_experts_that_are_whole_on_a_rank_stay_there():
-    assert run_ranks(experts_cost, 4) == 4 * [{"sent": 0, "messages": 0}]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +280,5 @@ def step_without_reading(options):
 @pytest.mark.slow
 def test_staging_in_fp32_arithmetic_takes_32_bytes_per_element_of_a_matrix_at_most(algorithm):
     for shape in ((1024, 2048), (1024, 1024)):
-        options = {"ns_dtype": torch.float32, "ns_algorithm": algorithm}
-        for cost in run_ranks(fsdp2_cost, 4, [shape] * 3, **options):
+        for cost in fsdp2_cost([shape] * 3, ns_dtype=torch.float32, ns_algorithm=algorithm):
             assert cost["peak"] <= 1.5 * cost["local"] + 32 / 4 * cost["largest"]
