@@ -49,46 +49,30 @@ NUMBERS = ("partials", "sizes", "divided_by", "factor", "alpha", "beta")
 NUMBERS_BYTES = 1024
 
 
-def llama_8b(layers: int = 32) -> Shapes:
-    dim, hidden, vocabulary = 4096, 14336, 128256
-    shapes: Shapes = {"embed_tokens.weight": (vocabulary, dim)}
+def of_layers(layers: int, vocabulary: int, dim: int, shapes: Shapes) -> Shapes:
+    model = {"embed_tokens.weight": (vocabulary, dim), "norm.weight": (dim,)}
     for layer in range(layers):
-        for name, shape in (
-            ("q_proj", (dim, dim)),
-            ("k_proj", (1024, dim)),
-            ("v_proj", (1024, dim)),
-            ("o_proj", (dim, dim)),
-            ("gate_proj", (hidden, dim)),
-            ("up_proj", (hidden, dim)),
-            ("down_proj", (dim, hidden)),
-            ("input_layernorm", (dim,)),
-            ("post_attention_layernorm", (dim,)),
-        ):
-            shapes[f"layers.{layer}.{name}.weight"] = shape
-    return shapes | {"norm.weight": (dim,), "lm_head.weight": (vocabulary, dim)}
+        model |= {f"layers.{layer}.{name}": shape for name, shape in shapes.items()}
+    return model | {"lm_head.weight": (vocabulary, dim)}
+
+
+def llama_8b(layers: int = 32) -> Shapes:
+    rows = {"q": 4096, "k": 1024, "v": 1024, "o": 4096, "gate": 14336, "up": 14336}
+    shapes: Shapes = {f"{name}_proj.weight": (count, 4096) for name, count in rows.items()}
+    shapes |= {"down_proj.weight": (4096, 14336)}
+    shapes |= {f"{name}_layernorm.weight": (4096,) for name in ("input", "post_attention")}
+    return of_layers(layers, 128256, 4096, shapes)
 
 
 def experts_30b() -> Shapes:
     """Of the sizes of Qwen3-30B-A3B: 128 experts a layer, of which each of 8 ranks has 16."""
-    dim, hidden, experts, vocabulary = 2048, 768, 128, 151936
-    shapes: Shapes = {"embed_tokens.weight": (vocabulary, dim)}
-    for layer in range(48):
-        for name, shape in (
-            ("q_proj.weight", (4096, dim)),
-            ("k_proj.weight", (512, dim)),
-            ("v_proj.weight", (512, dim)),
-            ("o_proj.weight", (dim, 4096)),
-            ("q_norm.weight", (128,)),
-            ("k_norm.weight", (128,)),
-            ("gate.weight", (experts, dim)),
-            ("experts.gate_proj", (experts, hidden, dim)),
-            ("experts.up_proj", (experts, hidden, dim)),
-            ("experts.down_proj", (experts, dim, hidden)),
-            ("input_layernorm.weight", (dim,)),
-            ("post_attention_layernorm.weight", (dim,)),
-        ):
-            shapes[f"layers.{layer}.{name}"] = shape
-    return shapes | {"norm.weight": (dim,), "lm_head.weight": (vocabulary, dim)}
+    shapes: Shapes = {f"{name}_proj.weight": (512, 2048) for name in ("k", "v")}
+    shapes |= {"q_proj.weight": (4096, 2048), "o_proj.weight": (2048, 4096)}
+    shapes |= {"q_norm.weight": (128,), "k_norm.weight": (128,), "gate.weight": (128, 2048)}
+    shapes |= {f"experts.{name}_proj": (128, 768, 2048) for name in ("gate", "up")}
+    shapes |= {"experts.down_proj": (128, 2048, 768)}
+    shapes |= {f"{name}_layernorm.weight": (2048,) for name in ("input", "post_attention")}
+    return of_layers(48, 151936, 2048, shapes)
 
 
 def small_matrices() -> Shapes:
@@ -132,7 +116,6 @@ class Facts:
         variants: specializations of Triton's kernels, by name.
         misaligned: pointers into the package's own buffers that kernels or collectives get, and
             that `stub_driver.ALIGNMENT` does not divide: how often each, by a description.
-        misaligned_bytes, bytes: of what these point to, and of all that was looked at.
         wrong_grids: launches whose programs do not cover their tensors once.
         device_bytes: of live storages, after each step.
     """
@@ -146,8 +129,6 @@ class Facts:
     waits: dict[str, int] = field(default_factory=dict)
     variants: dict[str, int] = field(default_factory=dict)
     misaligned: dict[str, int] = field(default_factory=dict)
-    misaligned_bytes: int = 0
-    bytes: int = 0
     wrong_grids: list[str] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
 
@@ -245,12 +226,10 @@ class Watch(TorchDispatchMode):
         before = bisect_right(self.model, (address, sys.maxsize))
         if nbytes == 0 or (before and address < self.model[before - 1][1]):
             return
-        self.facts.bytes += nbytes
         offset = address % stub_driver.ALIGNMENT
         if offset:
             key = f"{what} +{offset}"
             self.facts.misaligned[key] = self.facts.misaligned.get(key, 0) + 1
-            self.facts.misaligned_bytes += nbytes
 
 
 def _copies(targets: Sequence[Tensor], sources: Sequence[Tensor], *_: Any) -> int:

@@ -1,16 +1,20 @@
-"""What breaks a step off at a chosen operation or line."""
+"""What breaks a step off at a chosen operation or line, and what a refused step has to leave."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from comparisons import assert_equal
 from kernel import optimizer
+from layouts import local, params_of
 
 PACKAGE = str(Path(optimizer.__file__).parent)
 
@@ -71,3 +75,30 @@ class Interrupt:
             self.left = -1
             raise KeyboardInterrupt
         return self._trace
+
+
+def contents(optim: Any, params: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Copies of what this rank holds: weights; state; gradients, and which tensors these are."""
+    state = [{k: local(v).clone() for k, v in optim.state.get(p, {}).items()} for p in params]
+    grads = [None if p.grad is None else (id(p.grad), local(p.grad).clone()) for p in params]
+    return [local(p).clone() for p in params], (len(optim.state), state), grads
+
+
+def refused(
+    optim: Any, words: str = "", params: Sequence[torch.Tensor] | None = None, **arguments: Any
+) -> str:
+    """The ValueError of a step, which comes in seconds and has changed nothing.
+
+    Args:
+        words: a pattern that it matches.
+        params: what is looked at, by default all in the groups.
+        arguments: of the step.
+    """
+    params = params or params_of(optim)
+    before, start = contents(optim, params), time.monotonic()
+    with pytest.raises(ValueError, match=words) as raised:
+        optim.step(**arguments)
+    assert time.monotonic() - start < 10
+    assert_equal(contents(optim, params), before)
+    assert not optim.is_broken
+    return str(raised.value)

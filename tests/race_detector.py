@@ -1,13 +1,16 @@
-"""Finds missing waits of CPU offload without luck: which accesses to memory nothing orders.
+"""Finds missing waits without luck: which accesses to memory nothing orders.
 
-`Recorder` is a backend that does every copy at once, in the calling thread, so results are those of
-a program that waits enough. Beside that it keeps a vector clock for each queue and for the host (as
-in Lamport 1978 and FastTrack, Flanagan and Freund 2009): an event carries its queue's clock, a wait
-joins it to the waiting queue's. Two accesses to the same bytes, at least one of them a write, race
-unless the clock of the later one's queue has come to the earlier one.
+All is done at once, in the calling thread, so results are those of a program that waits enough.
+Beside that a `Recorder` keeps a vector clock for each queue and for the host (as in Lamport 1978
+and FastTrack, Flanagan and Freund 2009): an event carries its queue's clock, a wait joins it to the
+waiting queue's. Two accesses to the same bytes, at least one of them a write, race unless the clock
+of the later one's queue has come to the earlier one.
 
 The host's giving work to queues orders nothing between queues. But what the host knows to be done
 (by `synchronize`) is done before all that it gives to any queue afterwards.
+
+A `Recorder` is a backend of CPU offload in host memory. A `DeviceRecorder` watches the streams and
+collectives of a fake device.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ import inspect
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+import fake_device
 from kernel import optimizer
 
 backend = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend")
@@ -35,8 +41,11 @@ HOST = "host"
 
 Clock = dict[str, int]
 
-# Files whose functions are no call sites, beside the backend's and this one.
-INSIDE: set[str] = set()
+# Files whose functions are no call sites.
+INSIDE = {
+    *(__file__, fake_device.__file__),
+    *(backend.__file__, inspect.getfile(optimizer.SimulatedHost)),
+}
 
 # What only looks at a tensor's shape. Views are left out by their schema.
 WITHOUT_DATA = (
@@ -77,8 +86,8 @@ class Recorder(optimizer.SimulatedHost):
     """A backend in host memory that tells which accesses race.
 
     Accesses are copies; `allocate` and `free`, which write all of the memory as ``COMPUTE``; what
-    tests tell by `touched`; and torch's operations within `watching`. Memory that was freed is
-    kept, and using it is told as a race. Other memory of interest has to stay alive as long as the
+    is told by `touched`; and torch's operations within `watching`. Memory that was freed is kept,
+    and using it is told as a race. Other memory of interest has to stay alive as long as the
     recorder: what is allocated later at its address would be taken for it.
 
     Args:
@@ -94,14 +103,11 @@ class Recorder(optimizer.SimulatedHost):
         super().__init__()
         self.races: list[str] = []
         self.waits: list[str] = []
-        self._dropped = dropped
-        self._clocks: dict[str, Clock] = {
-            queue: defaultdict(int, {queue: 1}) for queue in (COMPUTE, IN, OUT, HOST)
-        }
+        self._drops = dropped if callable(dropped) else lambda place, site: place in dropped
+        self._clocks: dict[str, Clock] = {}
         self._starts: list[int] = []  # of the cells, in order
         self._cells: dict[int, Cell] = {}  # by start
-        self._allocated: list[tuple[int, Tensor]] = []  # all ever, and their addresses
-        self._seen: set[str] = set()
+        self._allocated: list[Tensor] = []  # all ever
         self._is_quiet = False
 
     # -- the backend
@@ -109,7 +115,7 @@ class Recorder(optimizer.SimulatedHost):
     def allocate(self, nbytes: int) -> Tensor:
         with self._quietly():
             memory: Tensor = super().allocate(nbytes)
-        self._allocated.append((memory.data_ptr(), memory))
+        self._allocated.append(memory)
         self.touched(memory, write=True, label=f"allocate in {_call_site()}")
         return memory
 
@@ -129,8 +135,7 @@ class Recorder(optimizer.SimulatedHost):
     def wait(self, on: str, event: Mark) -> None:
         place, site = len(self.waits), _call_site()
         self.waits.append(site)
-        dropped = self._dropped
-        if not (dropped(place, site) if callable(dropped) else place in dropped):
+        if not self._drops(place, site):
             _join(self._clock(on), event.clock)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -142,36 +147,39 @@ class Recorder(optimizer.SimulatedHost):
                 target.copy_(source)
 
     def synchronize(self, event: Mark) -> None:
-        _join(self._clocks[HOST], event.clock)
+        _join(self._clock(HOST), event.clock)
 
     # -- for tests
 
     def is_done(self, event: Mark) -> bool:
         """Whether the host knows that all before an event is done."""
-        return self._clocks[HOST].get(event.queue, 0) >= event.time
+        return self._clock(HOST)[event.queue] >= event.time
 
     def touched(self, tensor: Tensor, write: bool, by: str = COMPUTE, label: str = "") -> None:
-        """Tells of an access.
-
-        Args:
-            tensor: its bytes; of one with gaps, those in the gaps too.
-            write: what `by` does to it.
-            by: a queue, or `HOST`.
-            label: for the races; by default the caller's name.
-        """
-        label = label or f"access in {_call_site()}"
-        self._access(self._cover(*_interval(tensor)), by, write, label, tensor.data_ptr())
+        """Tells what a queue, or `HOST`, does to a tensor's bytes, those in its gaps included."""
+        clock = self._clock(by)
+        what = f"{by} {'writes' if write else 'reads'} ({label})"
+        for cell in self._cover(*_interval(tensor)):
+            if cell.is_freed:
+                self._race(f"{what} what was freed")
+            for verb, accesses in [("wrote", cell.writes)] + [("read", cell.reads)] * write:
+                for queue, old in accesses.items():
+                    if queue != by and clock[queue] < old.time:
+                        self._race(f"{what} unordered with: {queue} {verb} ({old.label})")
+            (cell.writes if write else cell.reads)[by] = Access(clock[by], label)
 
     def queue_of(self, tensors: Sequence[Tensor]) -> str:
         """Which queue does an operation on these tensors, within `watching`."""
         return COMPUTE
 
-    def met(self, tensor: Tensor) -> bool:
-        """Whether accesses to a tensor within `watching` are of interest: to memory met before."""
-        return bool(self._met(*_interval(tensor)))
+    def is_of_interest(self, tensor: Tensor) -> bool:
+        """Of a tensor within `watching`: memory that was met before."""
+        start, end = _interval(tensor)
+        before = bisect_left(self._starts, end) - 1  # the last cell that begins before the end
+        return before >= 0 and start < self._cells[self._starts[before]].end
 
     @contextmanager
-    def watching(self):
+    def watching(self) -> Iterator[Recorder]:
         """Takes torch's operations of this thread for ``COMPUTE``'s, on memory met until then.
 
         On host memory too, though with an accelerator those would be the host's: a test that cares
@@ -185,33 +193,14 @@ class Recorder(optimizer.SimulatedHost):
     def _clock(self, queue: str) -> Clock:
         """A queue's, when the host gives it something: behind all that the host knows."""
         clock = self._clocks.setdefault(queue, defaultdict(int, {queue: 1}))
-        _join(clock, self._clocks[HOST])
+        if queue != HOST:
+            _join(clock, self._clock(HOST))
         return clock
 
-    def _access(self, cells: list[Cell], by: str, write: bool, label: str, address: int) -> None:
-        clock = self._clock(by)
-        new = Access(clock[by], label)
-        what = f"{by} {'writes' if write else 'reads'} ({label})"
-        for cell in cells:
-            if cell.is_freed:
-                self._race(f"{what} what was freed", address)
-            for verb, accesses in [("wrote", cell.writes)] + [("read", cell.reads)] * write:
-                for queue, old in accesses.items():
-                    if queue != by and clock[queue] < old.time:
-                        self._race(f"{what} unordered with: {queue} {verb} ({old.label})", address)
-            (cell.writes if write else cell.reads)[by] = new
-
-    def _race(self, what: str, address: int) -> None:
+    def _race(self, what: str) -> None:
         """Once for two labels: a loop has the same race in each of its rounds."""
-        if what not in self._seen:
-            self._seen.add(what)
-            self.races.append(f"{what}, first in a tensor at {self._place(address)}")
-
-    def _place(self, address: int) -> str:
-        for number, (start, memory) in enumerate(self._allocated):
-            if start <= address < start + memory.numel():
-                return f"byte {address - start} of allocation {number} ({memory.numel()} bytes)"
-        return f"{address:#x}"
+        if what not in self.races:
+            self.races.append(what)
 
     def _cut(self, address: int) -> None:
         """Parts the cell that goes over an address."""
@@ -222,18 +211,12 @@ class Recorder(optimizer.SimulatedHost):
             rest = Cell(cell.end, dict(cell.reads), dict(cell.writes), cell.is_freed)
             self._cells[address], cell.end = rest, address
 
-    def _met(self, start: int, end: int) -> list[Cell]:
-        """Cells of the part of an interval that is of interest."""
+    def _cover(self, start: int, end: int) -> list[Cell]:
+        """The cells of an interval, all of which is of interest from now on."""
         if start >= end:
             return []
         self._cut(start)
         self._cut(end)
-        first, last = bisect_left(self._starts, start), bisect_left(self._starts, end)
-        return [self._cells[place] for place in self._starts[first:last]]
-
-    def _cover(self, start: int, end: int) -> list[Cell]:
-        """The cells of an interval, all of which is of interest from now on."""
-        self._met(start, end)
         first, last = bisect_left(self._starts, start), bisect_left(self._starts, end)
         new = []
         for place in [*self._starts[first:last], end]:
@@ -245,7 +228,7 @@ class Recorder(optimizer.SimulatedHost):
         return [self._cells[place] for place in self._starts[first : last + len(new)]]
 
     @contextmanager
-    def _quietly(self):
+    def _quietly(self) -> Iterator[None]:
         before, self._is_quiet = self._is_quiet, True
         try:
             yield
@@ -272,7 +255,7 @@ class _Watch(TorchDispatchMode):
                 info = argument.alias_info
                 write = info is not None and info.is_write
                 for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor) and recorder.met(leaf):
+                    if isinstance(leaf, Tensor) and recorder.is_of_interest(leaf):
                         recorder.touched(leaf, write, queue, name)
         return func(*args, **kwargs)
 
@@ -294,7 +277,99 @@ def _join(clock: Clock, other: Clock) -> None:
 def _call_site() -> str:
     """The function outside of the backend that called it."""
     frame = sys._getframe(1)
-    inside = {__file__, backend.__file__, inspect.getfile(optimizer.SimulatedHost), *INSIDE}
-    while frame.f_code.co_filename in inside and frame.f_back is not None:
+    while frame.f_code.co_filename in INSIDE and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_qualname
+
+
+# -- streams and collectives of a fake device ------------------------------------------------------
+
+# Collectives of single tensors, by all names that releases of torch have for them. The output, then
+# the input; one tensor is both.
+COLLECTIVES = ("all_to_all_single", "all_reduce")
+COLLECTIVES += ("all_gather_into_tensor", "all_gather_single")
+COLLECTIVES += ("reduce_scatter_tensor", "reduce_scatter_single")
+
+
+class DeviceRecorder(Recorder):
+    """Takes operations on the device for the current stream's, all others for the host's.
+
+    The collectives of each process group have a clock, too, as NCCL has streams of its own for
+    them: a collective is behind what the current stream was given before, and the current stream is
+    behind a collective only after ``wait()``. Memory that was seen stays alive, so that no address
+    is used twice.
+
+    Attributes:
+        collectives: how many were launched.
+    """
+
+    device: fake_device.Device  # set by `ordered_device`; a backend's is a torch.device
+
+    def __init__(self, dropped: Callable[[int, str], bool] | Collection[int] = ()):
+        super().__init__(dropped)
+        self.collectives = 0
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    def queue_of(self, tensors: Sequence[Tensor]) -> str:
+        is_here = any(self.device.memory.has(t.untyped_storage()) for t in tensors)
+        return self.current if is_here else HOST
+
+    def is_of_interest(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        self._kept[storage.data_ptr()] = storage
+        return True
+
+    @property
+    def current(self) -> str:
+        return self.device.streams[-1].name
+
+    def collective(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """A collective that tells of its accesses, and whose work of being waited for."""
+
+        def told(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            queue = f"collectives of {dist.get_process_group_ranks(group or dist.group.WORLD)}"
+            self.collectives += 1
+            # The backend does this itself, so it is none of the waits that may be dropped.
+            _join(self._clock(queue), self.record(self.current).clock)
+            for tensor, write in ((tensors[-1], False), (tensors[0], True)):
+                self.is_of_interest(tensor)
+                self.touched(tensor, write, queue, name)
+            mark = self.record(queue)
+            with self._quietly():
+                work = launch(*args, group=group, async_op=True, **kwargs)
+            told_work = _Work(self, work, mark)
+            return told_work if async_op else told_work.wait()
+
+        return told
+
+
+@dataclass
+class _Work:
+    """What a collective returns: waiting for it makes the current stream wait."""
+
+    recorder: DeviceRecorder
+    work: Any
+    mark: Mark
+
+    def wait(self, *_: Any) -> None:
+        with self.recorder._quietly():  # backends may copy what has come only now
+            self.work.wait()
+        self.recorder.wait(self.recorder.current, self.mark)
+
+
+@contextmanager
+def ordered_device(dropped: Any = ()) -> Iterator[DeviceRecorder]:
+    """Puts the device there, and a recorder that watches it.
+
+    Args:
+        dropped: waits to ignore; see `Recorder`.
+    """
+    recorder = DeviceRecorder(dropped)
+    with fake_device.fake_device(recorder=recorder) as recorder.device, ExitStack() as stack:
+        for name in COLLECTIVES:
+            launch = getattr(dist, name, None)
+            if launch is not None:
+                stack.enter_context(patch.object(dist, name, recorder.collective(name, launch)))
+        stack.enter_context(recorder.watching())
+        yield recorder

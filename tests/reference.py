@@ -322,30 +322,13 @@ def to_float64(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor.detach())
 
 
-MUON_DEFAULTS = {
-    "lr": 1e-3,
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_steps": 5,
-    "weight_decay": 0.1,
-    "adjust_lr": "match_rms_adamw",
-    "momentum_style": "classical",
-    "ns_coefficients": "polar_express",
-    "ns_eps": 1e-7,
-    "ns_eps_absolute": None,
-    "ns_norm_factor": None,
-    "ns_equilibrate": False,
-    "ns_renormalize": False,
-    "beta2": None,
-    "second_moment_side": "longer",
-    "cautious": False,
-    "decay_lr": "base",
-    "maximize": False,
-    "split": None,
-    "flatten": False,
-    "expert": False,
-    "missing_grad": "raise",
-}
+MUON_DEFAULTS = dict(
+    lr=1e-3, momentum=0.95, nesterov=True, ns_steps=5, weight_decay=0.1, maximize=False,
+    adjust_lr="match_rms_adamw", momentum_style="classical", ns_coefficients="polar_express",
+    ns_eps=1e-7, ns_eps_absolute=None, ns_norm_factor=None, ns_equilibrate=False,
+    ns_renormalize=False, beta2=None, second_moment_side="longer", cautious=False, decay_lr="base",
+    split=None, flatten=False, expert=False, missing_grad="raise",
+)  # fmt: skip
 ADAMW_DEFAULTS = dict(
     lr=1e-3, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, weight_decay=0.1, maximize=False
 )
@@ -499,11 +482,13 @@ class NanochatReference(_Source):
         self.coefficients = FAMILIES["polar_express"][:ns_steps]
         self.second_moment = [W.new_zeros(max(W.shape)) for W in self.weights]
 
+    def _orthogonalized(self, D):
+        return iterate(D / (1.02 * frobenius(D) + 1e-6), self.coefficients)
+
     def _update(self, i, G):
         W, (rows, cols) = self.weights[i], G.shape
         self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
-        D = torch.lerp(G, B, self.mu)
-        U = iterate(D / (1.02 * frobenius(D) + 1e-6), self.coefficients)
+        U = self._orthogonalized(torch.lerp(G, B, self.mu))
         dim, length = (-1, cols) if rows >= cols else (-2, rows)
         v = U.square().mean(dim)  # (l,)
         self.second_moment[i] = V = torch.lerp(self.second_moment[i], v, 1 - self.beta2)
@@ -513,6 +498,23 @@ class NanochatReference(_Source):
         U = U * (step * (old_norm / new_norm.clamp(min=1e-10))).unsqueeze(dim)
         lr = self.lr * max(1.0, rows / cols) ** 0.5
         self.weights[i] = W - lr * U - lr * self.wd * W * decays(U, W)
+
+
+class NanochatJulyReference(NanochatReference):
+    """Muon of nanochat's MuonAdamW as of July 2026.
+
+    Each row d of D becomes d·(‖D‖/sqrt(rows))/max(‖d‖, 1e-6), then X = D/(1.01·‖D‖ + 1e-6), Polar
+    Express, U = X·sqrt(s)/max(‖X‖, 1e-6). All else as before, but for β2 = 0.9 by default.
+    """
+
+    def __init__(self, tensors, lr, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.0):
+        super().__init__(tensors, lr, momentum, ns_steps, beta2, weight_decay)
+
+    def _orthogonalized(self, D):
+        norms = torch.linalg.vector_norm(D, dim=1)  # (rows,)
+        D = D * (torch.linalg.vector_norm(D) / len(D) ** 0.5 / norms.clamp(min=1e-6))[:, None]
+        X = iterate(D / (1.01 * torch.linalg.vector_norm(D) + 1e-6), self.coefficients)
+        return X * (min(X.shape) ** 0.5 / torch.linalg.vector_norm(X).clamp(min=1e-6))
 
 
 class NorMuonReference(_Source):
@@ -539,39 +541,6 @@ class NorMuonReference(_Source):
         self.weights[i] = W - self.lr * self.wd * W - self.lr * math.sqrt(rows / cols) * U
 
 
-class NanochatJulyReference(_Source):
-    """Muon of nanochat's MuonAdamW as of July 2026.
-
-    B = lerp(B, G, 1-μ), D = lerp(G, B, μ). Each row d of D becomes d·(‖D‖/sqrt(rows))/max(‖d‖,
-    1e-6), then X = D/(1.01·‖D‖ + 1e-6), Polar Express, U = X·sqrt(s)/max(‖X‖, 1e-6). Behind
-    that, as in `NanochatReference`: V, cautious decay, both terms by lr·max(1, rows/cols)^0.5.
-    """
-
-    def __init__(self, tensors, lr, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.0):
-        super().__init__(tensors)
-        self.lr, self.mu, self.wd = lr, momentum, weight_decay
-        self.beta2 = 0.0 if beta2 is None else beta2
-        self.coefficients = FAMILIES["polar_express"][:ns_steps]
-        self.second_moment = [W.new_zeros(max(W.shape)) for W in self.weights]
-
-    def _update(self, i, G):
-        W, (rows, cols) = self.weights[i], G.shape
-        self.momentum[i] = B = self.mu * self.momentum[i] + (1 - self.mu) * G
-        D = (1 - self.mu) * G + self.mu * B
-        norms = torch.linalg.vector_norm(D, dim=1)  # (rows,)
-        D = D * (torch.linalg.vector_norm(D) / rows**0.5 / norms.clamp(min=1e-6))[:, None]
-        X = iterate(D / (1.01 * torch.linalg.vector_norm(D) + 1e-6), self.coefficients)
-        U = X * (min(rows, cols) ** 0.5 / torch.linalg.vector_norm(X).clamp(min=1e-6))
-        of_rows = rows >= cols
-        v = U.square().mean(1 if of_rows else 0)  # (l,)
-        self.second_moment[i] = V = self.beta2 * self.second_moment[i] + (1 - self.beta2) * v
-        factor = V.clamp(min=1e-10) ** -0.5
-        factor = factor * (v.sum().sqrt() / (v * factor**2).sum().sqrt().clamp(min=1e-10))
-        U = U * (factor[:, None] if of_rows else factor[None])
-        lr = self.lr * max(1.0, rows / cols) ** 0.5
-        self.weights[i] = W - lr * U - lr * self.wd * W * decays(U, W)
-
-
 class EmergingReference(_Source):
     """Muon of NVIDIA's Emerging-Optimizers, 0.5.0a0.
 
@@ -587,29 +556,16 @@ class EmergingReference(_Source):
         "deepseekv4": LONGER_AND_SHORTER["deepseekv4"] + [(2.0, -1.5, 0.5)] * 9,
         # Polar Express with divisions by powers of 1.01, rounded to four digits.
         "polar_express": [
-            (8.2051, -22.9019, 16.4607),
-            (4.0664, -2.8612, 0.5184),
-            (3.9096, -2.8234, 0.5250),
-            (3.2856, -2.4153, 0.4853),
-            (2.2779, -1.6198, 0.3985),
-            (1.8726, -1.2307, 0.3585),
-            (1.8564, -1.2132, 0.3568),
-        ]
-        + [(1.8750, -1.2500, 0.3750)] * 9,
-    }
+            (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568), *[(1.8750, -1.2500, 0.3750)] * 9,
+        ],
+    }  # fmt: skip
 
     def __init__(
-        self,
-        tensors,
-        lr=3e-4,
-        momentum=0.95,
-        weight_decay=0.01,
-        nesterov=False,
-        coefficient_type="quintic",
-        num_ns_steps=5,
-        scale_mode="spectral",
-        extra_scale_factor=1.0,
-    ):
+        self, tensors, lr=3e-4, momentum=0.95, weight_decay=0.01, nesterov=False,
+        coefficient_type="quintic", num_ns_steps=5, scale_mode="spectral", extra_scale_factor=1.0,
+    ):  # fmt: skip
         super().__init__(tensors)
         self.lr, self.mu, self.wd, self.nesterov = lr, momentum, weight_decay, nesterov
         self.triples = self.COEFFICIENTS[coefficient_type][:num_ns_steps]
@@ -686,17 +642,9 @@ class TorchMuonReference(_Source):
     """
 
     def __init__(
-        self,
-        tensors,
-        lr=1e-3,
-        weight_decay=0.1,
-        momentum=0.95,
-        nesterov=True,
-        ns_coefficients=(3.4445, -4.7750, 2.0315),
-        eps=1e-7,
-        ns_steps=5,
-        adjust_lr_fn=None,
-    ):
+        self, tensors, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True,
+        ns_coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7, ns_steps=5, adjust_lr_fn=None,
+    ):  # fmt: skip
         super().__init__(tensors)
         self.lr, self.wd, self.mu, self.nesterov = lr, weight_decay, momentum, nesterov
         self.coefficients, self.eps = [ns_coefficients] * ns_steps, eps
@@ -707,12 +655,10 @@ class TorchMuonReference(_Source):
         self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
         D = torch.lerp(G, B, self.mu) if self.nesterov else B
         U = iterate(D / frobenius(D).clamp(min=self.eps), self.coefficients)
-        if self.adjust_lr_fn == "match_rms_adamw":
-            scale = 0.2 * math.sqrt(max(rows, cols))
-        elif self.adjust_lr_fn == "spectral_unclamped":
-            scale = math.sqrt(rows / cols)
-        else:
-            scale = math.sqrt(max(1, rows / cols))
+        scale = {
+            "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
+            "spectral_unclamped": math.sqrt(rows / cols),
+        }.get(self.adjust_lr_fn, math.sqrt(max(1, rows / cols)))
         self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U
 
 
@@ -726,19 +672,10 @@ class DionReference(_Source):
     """
 
     def __init__(
-        self,
-        tensors,
-        lr=0.01,
-        mu=0.95,
-        weight_decay=0.01,
-        epsilon=1e-8,
-        nesterov=False,
-        adjust_lr="spectral_norm",
-        cautious_wd=False,
-        use_polar_express=False,
-        num_heads=1,
+        self, tensors, lr=0.01, mu=0.95, weight_decay=0.01, epsilon=1e-8, nesterov=False,
+        adjust_lr="spectral_norm", cautious_wd=False, use_polar_express=False, num_heads=1,
         split_sizes=None,
-    ):
+    ):  # fmt: skip
         super().__init__(tensors)
         self.lr, self.mu, self.wd, self.eps = lr, mu, weight_decay, epsilon
         self.nesterov, self.adjust_lr, self.cautious = nesterov, adjust_lr, cautious_wd

@@ -14,40 +14,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from comparisons import assert_equal, assert_same_training
+from breaking import Fault
+from comparisons import assert_equal
 from layouts import case
-from offloaded import (
-    REST,
-    TINY,
-    TRAININGS,
-    Host,
-    Muon,
-    Pair,
-    adamw_group_of,
-    host,
-    models,
-    muon_group_of,
-    tensors_of,
-)
+from offloaded import TINY, TRAININGS, Host, Muon, Pair, group, tensors_of
 from race_detector import COMPUTE, IN, OUT, Recorder
 
 MIDDLE, LARGE = 60_000, 1 << 24
-EXPLICIT = [(1.5, -0.5, 0.0)]  # one iteration: few figures where only bytes matter
-
 WAYS = {
     "tiny slots": {"slot_bytes": TINY},
     "middle slots": {"slot_bytes": MIDDLE},
     "large slots": {"slot_bytes": LARGE},
     "default slots": {},
+    "slots of one byte, which carry as little as can be": {"slot_bytes": 1},
 }
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,52 +38,35 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("training", TRAININGS)
 def test_steps_are_those_without_offload_to_the_bit(training):
-    for number, (name, how) in enumerate(WAYS.items(), list(TRAININGS).index(training)):
-        with case(f"{name}, turned on after {number % 2} steps"):
-            pair = Pair(training)
-            pair.step(number % 2)
-            pair.turn_on(**how)
-            pair.step_and_compare(2)
-            pair.ours.turn_off_cpu_offload()
-            pair.step_and_compare()
+    """Turned on before a first step and later, changed while it is on, and toggled."""
+    for first in (0, 1):
+        pair = Pair(training)
+        pair.step(first)
+        for number, (name, how) in enumerate(WAYS.items(), first):
+            with case(f"{name}, turned on after {first} steps"):
+                pair.turn_on(**how)
+                pair.step_and_compare()
+                if number % 2:
+                    pair.ours.turn_off_cpu_offload()
+                    pair.step_and_compare()
 
 
-@pytest.mark.parametrize("training", ["second moments, cautious", "transposed", "dtypes"])
-def test_steps_are_the_same_when_it_is_toggled_and_changed_at_any_time(training):
-    pair = Pair(training)
-    for how in itertools.islice(itertools.cycle(WAYS.values()), 7):
-        pair.turn_on(**how)
-        pair.step_and_compare()
-        pair.ours.turn_off_cpu_offload()
-        pair.step()
-    backend = pair.turn_on()
-    for how in (*WAYS.values(), *reversed(WAYS.values())):  # changed while on
-        pair.turn_on(backend=backend, **how)
-        pair.step_and_compare()
-    pair.turn_on()  # another backend
-    pair.step_and_compare()
-
-
-def test_slots_of_one_byte_carry_as_little_as_can_be():
-    pair = Pair("dtypes")
-    pair.turn_on(slot_bytes=1, backend=Host())
-    pair.step_and_compare(2)
-
-
-@pytest.mark.parametrize("slot_bytes", [1, 7_000, 12_000])
 @pytest.mark.parametrize("shape", [(40, 24), (2, 5, 150), (7, 333)], ids=str)
-def test_pieces_of_adamws_are_cut_where_the_fused_kernel_rounds_alike(shape, slot_bytes):
-    torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape))]
-    params.append(nn.Parameter(params[0].detach().clone()))
-    grads = [torch.randn(shape) for _ in range(3)]
-    optims = [Muon([{"params": [param], "use_muon": False}], lr=0.1) for param in params]
-    optims[1].turn_on_cpu_offload(slot_bytes=slot_bytes, backend=Host())
-    for grad in grads:
-        for param, optim in zip(params, optims):
-            param.grad = grad.clone()
-            optim.step()
-    assert torch.equal(*params)
+def test_pieces_of_adamws_are_cut_where_the_fused_kernel_rounds_alike(shape):
+    for slot_bytes in (1, 7_000, 12_000):
+        params = [
+            nn.Parameter(torch.linspace(-1, 1, 2**12)[: torch.Size(shape).numel()].view(shape))
+        ]
+        params.append(nn.Parameter(params[0].detach().clone()))
+        optims = [Muon([{"params": [param], "use_muon": False}], lr=0.1) for param in params]
+        optims[1].turn_on_cpu_offload(slot_bytes=slot_bytes, backend=Host())
+        for _ in range(3):
+            grad = torch.randn(shape)
+            for param, optim in zip(params, optims):
+                param.grad = grad.clone()
+                optim.step()
+        assert torch.equal(*params)
+        assert optims[1].state[params[1]]["step"] == 3  # though it was made in pieces
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -110,283 +74,100 @@ def test_momentum_follows_a_dtype_that_changes(how):
     pair = Pair("second moments, cautious")
     pair.turn_on(**WAYS[how])
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for optim in (pair.ours, pair.twin):
-            optim.param_groups[0]["momentum_dtype"] = dtype
+        pair.change(0, momentum_dtype=dtype)
         pair.step_and_compare()
         assert pair.ours.state[pair.params[0][0]]["momentum_buffer"].dtype == dtype
 
 
-def test_pieces_of_a_large_tensor_count_one_step_of_adamw():
-    pair = Pair("AdamW only")
-    pair.turn_on(slot_bytes=TINY)
-    pair.step(3)
-    assert [int(pair.ours.state[p]["step"]) for p, _ in pair.params] == [3] * len(REST)
-
-
-def test_a_group_that_is_added_is_offloaded_too():
-    pair = Pair()
-    pair.turn_on(slot_bytes=TINY)
-    pair.step()
-    for optim in (pair.ours, pair.twin):
-        optim.add_param_group(muon_group_of(((20, 20),), "more"))
-    pair.step_and_compare(2)
-    assert host_bytes(pair.ours) >= sum(t.nbytes for t in tensors_of(pair.ours))
-
-
-def train(model: nn.Module, optim: Any, step: int) -> None:
-    tokens = torch.randint(0, 30, (8,), generator=torch.Generator().manual_seed(step))
-    nn.functional.cross_entropy(model(tokens), tokens).backward()
-    optim.step()
-    optim.zero_grad()
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("training", ["second moments, cautious", "transposed", "dtypes", "gram"])
-@pytest.mark.parametrize("slot_bytes", [TINY, 20_000, 30_000, MIDDLE, 100_000])
-def test_a_step_takes_no_more_of_the_device_than_the_slots(training, slot_bytes):
-    pair = Pair(training)
-    backend = pair.turn_on(slot_bytes=slot_bytes)
-    pair.step_and_compare(2)
-    state = sum(t.nbytes for t in tensors_of(pair.ours))
-    largest = 4 * 2 * 72 * 40 * (2 if training == "gram" else 1)  # of a chunk, in bytes
-    assert min(slot_bytes, state) / 3 <= backend.peak_bytes <= max(slot_bytes, largest)
-    assert backend.allocated_bytes == 0
-
-
-def arenas_of(optim: Any) -> list[Any]:
-    return [device.arena for device in optim._offload._devices.values()]
-
-
-def host_bytes(optim: Any) -> int:
-    return sum(arena.nbytes for arena in arenas_of(optim))
-
-
-LAYER = ((192, 192), (48, 192), (48, 192), (192, 192), (512, 192), (512, 192), (192, 512))
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["before the state", "after it"])
-def test_host_memory_is_the_states_within_2_percent_and_goes_with_offload(early):
-    groups = [muon_group_of(LAYER * 2), adamw_group_of(((1000, 192), (192,), (192,), (192,)))]
-    optim = Muon(groups, lr=0.01, beta2=0.9, ns_coefficients=EXPLICIT)
-    if not early:
-        optim.state_dict()
-    optim.turn_on_cpu_offload(backend=Host())
-    state = sum(t.nbytes for t in tensors_of_known(optim))
-    assert state > 2**20 and state <= host_bytes(optim) <= 1.02 * state
-    optim.param_groups[0]["momentum_dtype"] = torch.bfloat16
-    state = sum(t.nbytes for t in tensors_of_known(optim))
-    optim.load_state_dict(copy.deepcopy(optim.state_dict()))
-    assert state <= host_bytes(optim) <= 1.02 * state
-    arenas = arenas_of(optim)
-    optim.turn_off_cpu_offload()
-    assert arenas and not any(arena.nbytes for arena in arenas)
-
-
-def tensors_of_known(optim: Any) -> list[torch.Tensor]:
-    optim.state_dict()
-    return tensors_of(optim)
-
-
-def test_no_other_copy_of_the_state_stays_alive():
-    pair = Pair("second moments, cautious")
-    pair.step()
-    memories = []
-    for own in pair.ours.state.values():
-        for key, tensor in own.items():
-            if key != "step" and tensor.numel():
-                memory = bytearray_of(tensor)
-                memories.append(weakref.ref(memory))
-                own[key] = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-                del memory
-    del tensor, own
-    assert all(memory() is not None for memory in memories)
-    pair.turn_on()
-    assert all(memory() is None for memory in memories)
-    pair.step_and_compare()
-
-
-def bytearray_of(tensor: torch.Tensor) -> Any:
-    class Memory(bytearray):  # which can be referred to weakly
-        pass
-
-    return Memory(tensor.flatten().view(torch.uint8).numpy().tobytes())
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-def saved(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def loaded(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
-# How the state is when something happens to it.
-SITUATIONS: dict[str, Callable[[Pair], Any]] = {}
-
-
-def situation(arrange: Callable[[Pair], Any]) -> Callable[[Pair], Any]:
-    SITUATIONS[arrange.__name__.replace("_", " ")] = arrange
-    return arrange
-
-
-@situation
-def off(pair: Pair) -> Any:
-    pair.step(2)
-    return None
-
-
-@situation
-def streamed(pair: Pair) -> Any:
-    pair.step()
+def test_state_may_be_changed_by_hand_and_groups_may_come_and_parameters_leave_and_return():
+    pair, both = Pair(), lambda: zip((pair.ours, pair.twin), zip(*pair.params))
     backend = pair.turn_on(slot_bytes=TINY)
     pair.step()
-    return backend
-
-
-@situation
-def not_used_yet(pair: Pair) -> Any:
-    return pair.turn_on()
-
-
-in_situations = pytest.mark.parametrize("arrange", SITUATIONS.values(), ids=SITUATIONS)
-TRAINED = ("second moments, cautious", "dtypes")
-
-
-@in_situations
-@pytest.mark.parametrize("training", TRAINED)
-def test_a_state_dict_is_the_one_without_offload(arrange, training):
-    pair = Pair(training)
-    arrange(pair)
-    pair.compare()
-    assert len(saved(pair.ours.state_dict())) <= 1.01 * len(saved(pair.twin.state_dict()))
+    pair.ours.synchronize_offload()
+    assert backend.allocated_bytes == 0
+    for optim, params in both():
+        optim.state[params[0]]["momentum_buffer"].mul_(0.5)
+        optim.state[params[-1]]["exp_avg"] = torch.ones_like(params[-1])
+    pair.step_and_compare(2)
+    for optim, _ in both():
+        optim.add_param_group(group(((20, 20),), "more"))
+    pair.step_and_compare(2)
+    swapped = [optim.param_groups[1]["params"] for optim, _ in both()]
+    for optim, _ in both():
+        optim.param_groups[1]["params"] = group(((5, 5),))["params"]
+    pair.step_and_compare()
+    for (optim, _), params in zip(both(), swapped):
+        optim.param_groups[1]["params"] = params
+    pair.step_and_compare(2)
+    with torch.inference_mode():  # leaves memory that later steps can use
+        pair.give_gradients()
+        pair.ours.step()
+    pair.twin.step()
     pair.step_and_compare(2)
 
 
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        *((name, "streamed") for name in SITUATIONS),
-        *(("off", name) for name in SITUATIONS),
-    ],
-)
-def test_a_state_dict_loads_whichever_of_both_are_offloaded(first, second):
-    pair, other = Pair(TRAINED[0]), Pair(TRAINED[0])
-    SITUATIONS[first](pair)
-    backend = SITUATIONS[second](other)
-    peak = backend.peak_bytes if backend is not None else 0
-    state_dict = pair.ours.state_dict()
-    other.ours.load_state_dict(state_dict)
-    other.twin.load_state_dict(copy.deepcopy(state_dict))
-    with torch.no_grad():  # the twin may be behind in weights
-        for p, q in other.params:
-            p.copy_(q)
-    assert backend is None or backend.peak_bytes == peak
-    assert backend is None or backend.allocated_bytes == 0
-    other.compare()
-    other.step_and_compare(2)
+# -- on and off ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_loaded_momentum_keeps_its_dtype_and_loads_into_its_group_s(dtype):
-    pair, other = Pair(momentum_dtype=dtype), Pair()
-    streamed(pair)
-    streamed(other)
-    for optim in (other.ours, other.twin):
-        optim.load_state_dict(copy.deepcopy(pair.ours.state_dict()))
-    other.step_and_compare(2)
-    assert other.ours.state[other.params[0][0]]["momentum_buffer"].dtype == dtype
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
-    "torch.save": lambda pair: loaded(saved(pair)),
-}
-
-
-@in_situations
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_go_on_to_the_bit_and_the_original_too(arrange, how):
-    pair = Pair(TRAINED[0])
-    backend = arrange(pair)
-    peak = backend.peak_bytes if backend is not None else 0
-    other = COPIES[how](pair)
-    sizes = [len(data(o)) for data in (pickle.dumps, saved) for o in (pair.ours, pair.twin)]
-    assert sizes[0] <= 1.01 * sizes[1] and sizes[2] <= 1.01 * sizes[3]
-    assert backend is None or backend.peak_bytes == peak
-    other.step_and_compare()
-    other.turn_on(slot_bytes=TINY)
-    other.step_and_compare(2)
-    other.ours.turn_off_cpu_offload()
-    other.step_and_compare()
-    pair.step_and_compare(2)
-
-
-@pytest.mark.parametrize("kind", ["nested", "flattened", "full"])
-def test_torchs_functions_for_distributed_checkpoints_see_no_difference(kind):
-    how = {
-        "nested": StateDictOptions(),
-        "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
-        "full": StateDictOptions(full_state_dict=True, cpu_offload=True),
-    }[kind]
-    (model, optim), (other, twin) = models(beta2=0.9)
-    optim.turn_on_cpu_offload(slot_bytes=TINY, backend=host())
-    fresh = [
-        get_optimizer_state_dict(m, o, options=how) for m, o in ((model, optim), (other, twin))
-    ]
-    assert_equal(*fresh, strides=True)
-    for step in range(2):
-        train(model, optim, step)
-        train(other, twin, step)
-    state, expected = (
-        copy.deepcopy(get_optimizer_state_dict(m, o, options=how))
-        for m, o in ((model, optim), (other, twin))
-    )
-    assert_equal(state, expected, strides=True)
-    for step in range(2, 4):
-        train(model, optim, step)
-        set_optimizer_state_dict(model, optim, copy.deepcopy(expected), options=how)
-        set_optimizer_state_dict(other, twin, copy.deepcopy(expected), options=how)
-        other.load_state_dict(model.state_dict())
-        train(model, optim, step)
-        train(other, twin, step)
-        assert_same_training(model, optim, other, twin)
-
-
-# -- on and off -----------------------------------------------------------------------------------
+def are_the_same(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return all(one is other for one, other in zip(tensors, others, strict=True))
 
 
 def test_turning_on_and_off_again_changes_nothing():
     pair = Pair()
+    assert pair.ours.cpu_offload is False
     pair.ours.turn_off_cpu_offload()
     pair.step()
     backend = pair.turn_on()
     before = tensors_of(pair.ours)
     pair.turn_on(backend=backend)
     pair.ours.turn_on_cpu_offload()  # the same backend
-    assert all(one is other for one, other in zip(tensors_of(pair.ours), before))
+    assert are_the_same(tensors_of(pair.ours), before) and pair.ours.cpu_offload is True
     pair.step_and_compare()
     assert backend.peak_bytes > 0
     for _ in range(2):
         pair.ours.turn_off_cpu_offload()
         before = tensors_of(pair.ours)
-    assert all(one is other for one, other in zip(tensors_of(pair.ours), before))
+    assert are_the_same(tensors_of(pair.ours), before) and pair.ours.cpu_offload is False
     pair.step_and_compare()
 
 
-def test_wrong_input_is_refused_and_changes_nothing():
+def test_without_an_accelerator_it_costs_nothing():
+    pair = Pair("second moments, cautious")
+    pair.step()
+    before = tensors_of(pair.ours)
+    pair.ours.turn_on_cpu_offload(slot_bytes=1)
+    assert are_the_same(tensors_of(pair.ours), before)
+    pair.step_and_compare()
+    assert are_the_same(tensors_of(pair.ours), before)
+
+
+def test_a_summary_says_where_state_lives_also_of_groups_that_come_later():
+    optim = Muon([{"params": [], "use_muon": True}], lr=0.01)
+    optim.add_param_group(group(((16, 16),), "first"))
+    said = [optim.summary().totals["state"]]
+    optim.turn_on_cpu_offload()
+    said.append(optim.summary().totals["state"])
+    optim.turn_on_cpu_offload(backend=Host())
+    optim.add_param_group(group(((16, 16),), "more"))
+    said.append(optim.summary().totals["state"])
+    assert [word in text for word, text in zip(("parameters", "CPU", "host memory"), said)] == [
+        True
+    ] * 3
+    assert len(set(said)) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("slot_bytes", bad) for bad in (0, -1, 1.5, "1 MiB", True)]
+    + [("backend", Host), ("backend", "host")],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_and_turns_nothing_on(key, value):
     pair = Pair()
-    optim = pair.ours
-    for slot_bytes in (0, -1, 1.5, "1 MiB"):
-        with pytest.raises(ValueError, match="slot_bytes must be None or an int ≥ 1"):
-            optim.turn_on_cpu_offload(slot_bytes=slot_bytes, backend=Host())
+    with pytest.raises(ValueError, match=key):
+        pair.ours.turn_on_cpu_offload(**{"backend": Host(), key: value})
+    assert not pair.ours.cpu_offload
     pair.step_and_compare()
 
 
@@ -400,70 +181,166 @@ def test_capturable_steps_with_offload_are_refused_before_anything_is_changed():
         assert_equal(p, q)
 
 
-def test_without_an_accelerator_it_costs_nothing():
-    pair = Pair("second moments, cautious")
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", ["second moments, cautious", "transposed", "dtypes", "gram"])
+def test_a_step_takes_no_more_of_the_device_than_the_slots(training):
+    for slot_bytes in (TINY, 20_000, 30_000, MIDDLE, 100_000):
+        pair = Pair(training)
+        backend = pair.turn_on(slot_bytes=slot_bytes)
+        pair.step_and_compare(2)
+        state = sum(t.nbytes for t in tensors_of(pair.ours))
+        largest = 4 * 2 * 72 * 40 * (2 if training == "gram" else 1)  # of a chunk, in bytes
+        assert min(slot_bytes, state) / 3 <= backend.peak_bytes <= max(slot_bytes, largest)
+        assert backend.allocated_bytes == 0
+
+
+def test_no_other_copy_of_the_state_stays_alive():
+    class Memory(bytearray):  # which can be referred to weakly
+        pass
+
+    pair, memories = Pair("second moments, cautious"), []
     pair.step()
-    before = tensors_of(pair.ours)
-    pair.ours.turn_on_cpu_offload(slot_bytes=1)
+    for own in pair.ours.state.values():
+        for key, tensor in own.items():
+            if key != "step" and tensor.numel():
+                memory = Memory(tensor.flatten().view(torch.uint8).numpy().tobytes())
+                memories.append(weakref.ref(memory))
+                own[key] = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+                del memory
+    del tensor, own
+    assert all(memory() is not None for memory in memories)
+    pair.turn_on()
+    assert all(memory() is None for memory in memories)
     pair.step_and_compare()
-    assert host_bytes(pair.ours) == 0
-    pair.ours.turn_off_cpu_offload()
-    pair.step_and_compare()
-    assert all(one is other for one, other in zip(tensors_of(pair.ours), before))
+
+
+# -- checkpoints and copies ------------------------------------------------------------------------
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def loaded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def trained(situation: str, training: str = "second moments, cautious", **options: Any) -> Any:
+    """A pair, and the backend of the offloaded one."""
+    pair, backend = Pair(training, **options), None
+    if situation != "not used yet":
+        pair.step()
+    if situation != "off":
+        backend = pair.turn_on(slot_bytes=TINY)
+    if situation == "streamed":
+        pair.step()
+    return pair, backend
+
+
+in_situations = pytest.mark.parametrize("situation", ["off", "streamed", "not used yet"])
+
+
+@in_situations
+@pytest.mark.parametrize("situation_of_other", ["off", "streamed", "not used yet"])
+def test_a_state_dict_is_that_without_offload_and_loads_whichever_of_both_are_offloaded(
+    situation, situation_of_other
+):
+    for training in ("second moments, cautious", "dtypes"):
+        (pair, _), (other, backend) = (
+            trained(s, training) for s in (situation, situation_of_other)
+        )
+        pair.compare()
+        state_dict = pair.ours.state_dict()
+        assert len(saved(state_dict)) <= 1.01 * len(saved(pair.twin.state_dict()))
+        peak = backend and backend.peak_bytes
+        for optim in (other.ours, other.twin):
+            optim.load_state_dict(copy.deepcopy(state_dict))
+        assert backend is None or (backend.peak_bytes, backend.allocated_bytes) == (peak, 0)
+        other.compare()
+        other.step_and_compare(2)
+        pair.step_and_compare(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_loaded_momentum_keeps_its_dtype(dtype):
+    pair, _ = trained("streamed", momentum_dtype=dtype)
+    other, _ = trained("streamed")
+    for optim in (other.ours, other.twin):
+        optim.load_state_dict(copy.deepcopy(pair.ours.state_dict()))
+    other.step_and_compare(2)
+    assert other.ours.state[other.params[0][0]]["momentum_buffer"].dtype == dtype
+
+
+COPIES: dict[str, Callable[[Pair], Pair]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "torch.save": lambda pair: loaded(saved(pair)),
+}
+
+
+@in_situations
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_go_on_to_the_bit_and_the_original_too(situation, how):
+    pair, backend = trained(situation)
+    peak = backend and backend.peak_bytes
+    other = COPIES[how](pair)
+    for data in (pickle.dumps, saved):
+        assert len(data(pair.ours)) <= 1.01 * len(data(pair.twin))
+    assert backend is None or backend.peak_bytes == peak
+    other.step_and_compare()
+    other.turn_on(slot_bytes=TINY)
+    other.step_and_compare(2)
+    other.ours.turn_off_cpu_offload()
+    other.step_and_compare()
+    pair.step_and_compare(2)
 
 
 # -- order -----------------------------------------------------------------------------------------
 
-
 NARROW = 8192  # less than the state of what follows
 
 
-def load(pair: Pair) -> None:
-    pair.step()
+def load(pair: Pair, recorder: Recorder) -> None:
     for _ in range(2):
         pair.ours.load_state_dict(copy.deepcopy(pair.ours.state_dict()))
         pair.step()
 
 
-def turn_off_and_on(pair: Pair) -> None:
-    pair.step()
-    backend = pair.ours._offload._backend
+def turn_off_and_on(pair: Pair, recorder: Recorder) -> None:
     pair.ours.turn_off_cpu_offload()
     pair.step()
-    pair.ours.turn_on_cpu_offload(backend=backend)
-    pair.step()
+    pair.turn_on(backend=recorder)
 
 
-def change_dtype(pair: Pair) -> None:
-    pair.step()
+def change_dtype(pair: Pair, recorder: Recorder) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        for optim in (pair.ours, pair.twin):
-            optim.param_groups[0]["momentum_dtype"] = dtype
+        pair.change(0, momentum_dtype=dtype)
         pair.step()
 
 
-def save(pair: Pair) -> None:
-    for _ in range(3):
-        pair.step()
-        pair.compare()
-
-
-SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Pair], None]]] = {
-    "stream": ({"slot_bytes": NARROW}, lambda pair: pair.step(2)),
-    "stream through large slots": ({}, lambda pair: pair.step(2)),
-    "load": ({}, load),
-    "turn off": ({}, turn_off_and_on),
-    "change dtype": ({"slot_bytes": NARROW}, change_dtype),
-    "save": ({"slot_bytes": NARROW}, save),
+# The size of slots, and what is done between two steps.
+SCENARIOS: dict[str, tuple[int | None, Callable[[Pair, Recorder], None]]] = {
+    "stream": (NARROW, lambda pair, _: None),
+    "stream through large slots": (None, lambda pair, _: None),
+    "load": (None, load),
+    "turn off": (None, turn_off_and_on),
+    "change dtype": (NARROW, change_dtype),
+    "save": (NARROW, lambda pair, _: pair.compare()),
 }
 
 
 def recorded(scenario: str, dropped: Any = ()) -> Recorder:
-    how, run = SCENARIOS[scenario]
+    slot_bytes, do = SCENARIOS[scenario]
     pair, recorder = Pair("small"), Recorder(dropped)
     with recorder.watching():
-        pair.turn_on(backend=recorder, **how)
-        run(pair)
+        pair.turn_on(backend=recorder, slot_bytes=slot_bytes)
+        pair.step()
+        do(pair, recorder)
+        pair.step()
     pair.compare()
     return recorder
 
@@ -473,18 +350,11 @@ def test_nothing_races(scenario):
     assert recorded(scenario).races == []
 
 
-def sites_that_race_without(scenario: str) -> set[str]:
-    sites = sorted(set(recorded(scenario).waits))
-    return {
-        site
-        for site in sites
-        if recorded(scenario, lambda _, other: other == site).races  # noqa: B023
-    }
-
-
 def test_no_wait_can_be_left_out():
-    methods = ("open", "acquire", "release", "_make_room", "close")
-    assert sites_that_race_without("stream") == {f"Ring.{name}" for name in methods}
+    sites = sorted(set(recorded("stream").waits))
+    assert len(sites) == 5
+    for site in sites:
+        assert recorded("stream", lambda _, other: other == site).races, site  # noqa: B023
 
 
 @pytest.mark.slow
@@ -495,79 +365,28 @@ def test_no_single_call_of_wait_can_be_left_out(scenario):
     assert not [waits[place] for place in some if not recorded(scenario, [place]).races]
 
 
-class Failure(RuntimeError):
-    pass
-
-
-class Failing(TorchDispatchMode):
-    """Raises in one of torch's operations with data, but not in copies, as without memory."""
-
-    def __init__(self, number: int, recorder: Recorder):
-        super().__init__()
-        self.left = number
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= not (self.recorder._is_quiet or func.is_view)
-        if self.left == 0:
-            self.left = -1
-            raise Failure(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_that_fails_anywhere_leaves_no_race_and_loading_repairs_it():
-    failed = 0
-    for number in itertools.count(1, 17):
-        pair, recorder = Pair("small"), Recorder()
-        with recorder.watching():
-            pair.turn_on(backend=recorder, slot_bytes=NARROW)
-            pair.step()
-            checkpoint = copy.deepcopy(pair.ours.state_dict())
-            pair.give_gradients()
-            try:
-                with Failing(number, recorder):
-                    pair.ours.step()
-                break  # it has fewer operations
-            except RuntimeError as error:
-                failed += 1
-                if not isinstance(error, Failure):  # it had written something
-                    pair.ours.load_state_dict(checkpoint)
-            pair.step()
-        saved(pair.ours.state_dict())
-        assert recorder.races == []
-        assert all(t.isfinite().all() for t in tensors_of(pair.ours))
-        pair.ours.turn_off_cpu_offload()
-        assert recorder.allocated_bytes == 0, number
-    assert failed > 5
-
-
 class Log(Recorder):
     """The order of what is given to the queues: loads that come, are used, and leave."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[str, tuple[int, ...]]] = []  # with addresses on the host
+    events: list[tuple[str, Any]]  # with addresses on the host
 
-    def copy(
-        self, on: str, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> None:
-        hosts = sources if on == IN else targets
-        self.events.append((on, tuple(h.data_ptr() for h in hosts)))
+    def copy(self, on: str, targets: Any, sources: Any) -> None:
+        self.events.append((on, [t.data_ptr() for t in (sources if on == IN else targets)]))
         super().copy(on, targets, sources)
 
     def wait(self, on: str, event: Any) -> None:
         super().wait(on, event)
         if on == COMPUTE and event.queue == IN:
-            self.events.append((COMPUTE, ()))
+            self.events.append((COMPUTE, []))
 
 
 @pytest.mark.parametrize("training", ["small", "second moments, cautious", "transposed"])
 def test_loads_come_and_leave_in_the_order_of_their_use_ahead_of_it(training):
     pair, log = Pair(training), Log()
     pair.turn_on(backend=log, slot_bytes=MIDDLE)
-    pair.step()
-    log.events.clear()
-    pair.step()
+    for _ in range(2):
+        log.events = []
+        pair.step()
     come, leave = ([hosts for on, hosts in log.events if on == queue] for queue in (IN, OUT))
     assert [hosts for hosts in come if hosts] == leave and len(leave) >= 6
     used = ahead = 0
@@ -589,3 +408,83 @@ def test_memory_of_the_host_goes_when_all_that_reads_it_is_done(call):
     assert not recorder.is_done(read)
     getattr(pair.ours, call)(*arguments)
     assert recorder.is_done(read)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+class FaultOfStep(Fault):
+    """Not within what the backend does."""
+
+    recorder: Recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder._is_quiet:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_a_step_that_fails_anywhere_leaves_no_race_and_loading_repairs_it():
+    failed = 0
+    for number in itertools.count(1, 17):
+        pair, recorder, failing = Pair("small"), Recorder(), FaultOfStep("aten.", number)
+        failing.recorder = recorder
+        with recorder.watching():
+            pair.turn_on(backend=recorder, slot_bytes=NARROW)
+            pair.step()
+            checkpoint = copy.deepcopy(pair.ours.state_dict())
+            pair.give_gradients()
+            try:
+                with failing:
+                    pair.ours.step()
+                break  # it has fewer operations
+            except RuntimeError:
+                failed += 1
+                assert recorder.allocated_bytes == 0, number
+                if pair.ours.is_broken:
+                    pair.ours.load_state_dict(checkpoint)
+            pair.step()
+        saved(pair.ours.state_dict())
+        assert recorder.races == []
+        assert all(t.isfinite().all() for t in tensors_of(pair.ours))
+        pair.ours.turn_off_cpu_offload()
+        assert recorder.allocated_bytes == 0, number
+    assert failed > 5
+
+
+class Uncopyable(Host):
+    is_broken = False
+
+    def copy(self, *arguments: Any) -> None:
+        if self.is_broken:
+            raise ArithmeticError
+        super().copy(*arguments)
+
+
+def test_an_error_as_a_step_begins_gives_the_devices_memory_back():
+    pair, backend = Pair(), Uncopyable()
+    pair.turn_on(backend=backend, slot_bytes=TINY)
+    pair.step()
+    pair.give_gradients()
+    backend.is_broken = True
+    with pytest.raises(ArithmeticError):
+        pair.ours.step()
+    assert backend.allocated_bytes == 0 and not pair.ours.is_broken
+
+
+def test_loading_repairs_what_a_copy_that_failed_has_left():
+    pair, _ = trained("streamed")
+    backend = pair.turn_on(slot_bytes=TINY)
+    checkpoint = copy.deepcopy(pair.ours.state_dict())
+    weights = [p.detach().clone() for p, _ in pair.params]
+    backend.copy(IN, [torch.zeros(3)], [torch.zeros(4)])
+    with pytest.raises(RuntimeError, match="a copy failed"):
+        pair.step()
+        pair.ours.synchronize_offload()
+    pair.ours.load_state_dict(checkpoint)
+    pair.twin.load_state_dict(copy.deepcopy(checkpoint))
+    with torch.no_grad():
+        for (p, q), weight in zip(pair.params, weights):
+            p.copy_(weight)
+            q.copy_(weight)
+    pair.step_and_compare()

@@ -1,9 +1,8 @@
-"""Beside an accelerator that isn't there: CPU offload, which tensor is where, when; launches."""
+"""Beside an accelerator that isn't there: CPU offload, and which tensor is where, when."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
@@ -20,14 +19,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
+from comparisons import assert_equal
 from fake_device import CUDA, Device, fake_device, rows_at
 from kernel import optimizer
+from layouts import local
 from ranks import run_ranks
-
-dtensors = importlib.import_module(f"{optimizer.__name__}.distributed.dtensors")
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="the device is made for builds without CUDA"
@@ -49,10 +48,6 @@ def device(one_thread) -> Iterator[Device]:
         yield device
 
 
-def on_device(value: Tensor) -> Tensor:
-    return value.to(CUDA)
-
-
 def seeded(name: str, seed: int) -> Tensor:
     shape = {**MATRICES, **OTHERS}[name]
     generator = torch.Generator().manual_seed(1000 * seed + sum(map(ord, name)))
@@ -64,134 +59,128 @@ class Training:
 
     Args:
         make: places a parameter, or its gradient.
+        is_on: whether it is offloaded.
+        steps: that it has made.
         options: of the optimizer.
     """
 
-    def __init__(self, make: Make = on_device, **options: Any):
-        self.make = make
+    def __init__(
+        self,
+        make: Make = lambda value: value.to(CUDA),
+        is_on: bool = True,
+        steps: int = 0,
+        **options: Any,
+    ):
+        self.make, self.steps = make, 0
         self.params = {name: nn.Parameter(make(seeded(name, 0))) for name in (*MATRICES, *OTHERS)}
-        muon = [(name, self.params[name]) for name in MATRICES]
-        groups = [
-            {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
-            {"params": [(name, self.params[name]) for name in OTHERS], "use_muon": False},
-        ]
-        options = (
-            dict(lr=0.1, ns_dtype=torch.float32, ns_coefficients="quintic", ns_steps=2) | options
+        muon, others = (
+            [(name, self.params[name]) for name in names] for names in (MATRICES, OTHERS)
         )
-        self.optimizer = optimizer.Muon(groups, **options)
-        self.steps = 0
+        options = {"lr": 0.1, "ns_dtype": torch.float32, "ns_coefficients": "quintic", **options}
+        self.optimizer = optimizer.Muon(
+            [
+                {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
+                {"params": others, "use_muon": False},
+            ],
+            ns_steps=2,
+            **options,
+        )
+        if is_on:
+            self.turn_on()
+        self.step(steps)
 
     def set_gradients(self) -> None:
         self.steps += 1
         for name, param in self.params.items():
             param.grad = self.make(seeded(name, self.steps))
 
-    def step(self) -> None:
-        self.set_gradients()
-        self.optimizer.step()
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.set_gradients()
+            self.optimizer.step()
 
     def turn_on(self) -> None:
         self.optimizer.turn_on_cpu_offload(slot_bytes=SLOT_BYTES)
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self) -> Training:
         for param in self.params.values():
             param.grad = None
+        return self
 
     def state(self) -> dict[str, Tensor]:
         """All tensors that can be large, this rank's parts."""
         return {
-            f"{name}.{key}": dtensors.local(value)
+            f"{name}.{key}": local(value)
             for name, param in self.params.items()
             for key, value in self.optimizer.state[param].items()
             if key in MOMENTS
         }
 
     def state_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.state().values())
+        return sum(tensor.nbytes for tensor in self.state().values())
 
-    def all_values(self) -> dict[str, Tensor]:
-        weights = {name: dtensors.local(param) for name, param in self.params.items()}
-        return {name: value.cpu() for name, value in (weights | self.state()).items()}
+    def devices(self) -> set[torch.device]:
+        """Where state is; all of it is there."""
+        assert len(self.state()) == 2 * len(MATRICES) + 2 * len(OTHERS)
+        return {tensor.device for tensor in self.state().values()}
+
+    def model(self) -> nn.Module:
+        return nn.ParameterDict(self.params)
 
 
-def devices_of(training: Training) -> set[torch.device]:
-    assert len(training.state()) == 2 * len(MATRICES) + 2 * len(OTHERS)
-    return {tensor.device for tensor in training.state().values()}
+def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in tensors.items()}
+
+
+def check_same_state(found: Training, expected: Training) -> None:
+    assert found.devices() == {CPU}
+    check_layout(found)
+    assert_equal(found.state(), on_cpu(expected.state()))
 
 
 def check_equal(found: Training, expected: Training) -> None:
-    values = expected.all_values()
-    for name, value in found.all_values().items():
-        assert torch.equal(value, values[name]), name
+    assert_equal(on_cpu(found.state()), on_cpu(expected.state()))
+    for p, q in zip(found.params.values(), expected.params.values()):
+        assert torch.equal(local(p).cpu(), local(q).cpu())
 
 
-# -- the device itself -----------------------------------------------------------------------
+# -- where state lives -----------------------------------------------------------------------------
 
 
-# -- where state lives -------------------------------------------------------------------------
-
-
-def test_state_is_born_on_the_host_while_offload_is_on(device):
+def test_state_is_born_on_the_host_moves_there_and_comes_back(device):
     training = Training()
-    training.turn_on()
-    weights = device.memory.now
-    counts = 4 * len(OTHERS)  # AdamW's steps
+    weights, counts = device.memory.now, 4 * len(OTHERS)  # AdamW's steps stay
     peak = device.memory.peak_of(training.optimizer.state_dict)  # and an answer of one byte
     assert weights + counts <= peak <= weights + counts + 8
-    assert devices_of(training) == {CPU}
+    assert training.devices() == {CPU}
     training.step()
     training.drop_gradients()
-    assert devices_of(training) == {CPU}
+    assert training.devices() == {CPU}
     assert device.memory.now == weights + counts
-
-
-def test_turning_on_moves_state_to_the_host_and_turning_off_brings_it_back(device):
-    training = Training()
-    training.step()
-    training.drop_gradients()
-    with_state = device.memory.now
-    expected = training.all_values()
-    training.turn_on()
-    assert devices_of(training) == {CPU}
-    assert device.memory.now == with_state - training.state_bytes()
-    training.optimizer.turn_off_cpu_offload()
-    assert devices_of(training) == {CUDA}
-    assert device.memory.now == with_state
-    for name, value in training.all_values().items():
-        assert torch.equal(value, expected[name])
-
-
-def test_memory_of_the_state_is_locked_while_it_lives(device):
-    training = Training()
-    training.turn_on()
-    training.step()
-    assert sum(device.locked.values()) >= training.state_bytes()
-    training.optimizer.turn_off_cpu_offload()
-    training.optimizer.state.clear()
-    del training
-    assert device.locked == {}
-
-
-# -- steps ---------------------------------------------------------------------------------------
+    expected = on_cpu(training.state())
+    for _ in range(2):
+        training.optimizer.turn_off_cpu_offload()
+        assert training.devices() == {CUDA}
+        assert device.memory.now == weights + counts + training.state_bytes()
+        training.turn_on()
+        assert training.devices() == {CPU}
+        assert device.memory.now == weights + counts
+    assert_equal(training.state(), expected)
 
 
 def test_a_step_is_the_same_and_leaves_nothing_on_the_device(device):
-    expected, training = Training(), Training()
-    training.turn_on()
-    for _ in range(3):
-        expected.step()
-        training.step()
+    expected, training = Training(is_on=False, steps=3), Training(steps=3)
     check_equal(training, expected)
-    assert devices_of(training) == {CPU}
+    assert training.devices() == {CPU}
     del expected
     training.drop_gradients()
-    weights = sum(param.numel() for param in training.params.values())
-    assert device.memory.now == 4 * weights + 4 * len(OTHERS)
+    weights = sum(param.nbytes for param in training.params.values())
+    assert device.memory.now == weights + 4 * len(OTHERS)
 
 
 def test_streaming_takes_its_slots_where_the_state_was(device):
-    training = Training(chunk_size=1)  # a chunk that is larger than the slots takes more
-    training.step()
+    # A chunk that is larger than the slots takes more.
+    training = Training(is_on=False, steps=1, chunk_size=1)
     training.set_gradients()
     off = device.memory.peak_of(training.optimizer.step)
     training.turn_on()
@@ -201,211 +190,143 @@ def test_streaming_takes_its_slots_where_the_state_was(device):
         assert on <= off - training.state_bytes() + SLOT_BYTES
 
 
-def test_the_state_s_dtype_may_change_while_it_is_on_the_host(device):
-    training = Training()
-    training.turn_on()
-    training.step()
-    training.optimizer.param_groups[0]["momentum_dtype"] = torch.bfloat16
-    training.step()
-    assert devices_of(training) == {CPU}
-    assert training.state()["w1.momentum_buffer"].dtype == torch.bfloat16
-
-
-def test_a_learning_rate_on_the_device_stays_there(device):
-    training = Training()
-    training.turn_on()
-    for group in training.optimizer.param_groups:
+def test_state_stays_on_the_host_whatever_changes(device):
+    training = Training(steps=1)
+    groups = training.optimizer.param_groups
+    groups[0]["momentum_dtype"] = torch.bfloat16
+    for group in groups:
         group["lr"] = torch.tensor(0.1, device="cuda")
-    training.step()
-    assert devices_of(training) == {CPU}
-
-
-def test_a_summary_is_made_while_offload_is_on(device):
-    training = Training()
-    training.turn_on()
-    training.step()
-    assert "w1" in str(training.optimizer.summary())
-
-
-def test_parameters_that_are_added_have_their_state_on_the_host(device):
-    training = Training()
-    training.turn_on()
-    training.step()
     more = nn.Parameter(torch.ones(16, 24, device="cuda"))
     training.optimizer.add_param_group({"params": [("more", more)], "use_muon": True})
     training.set_gradients()
     more.grad = torch.ones_like(more)
     training.optimizer.step()
+    assert training.devices() == {CPU}
+    assert training.state()["w1.momentum_buffer"].dtype == torch.bfloat16
     assert training.optimizer.state[more]["momentum_buffer"].device == CPU
-    assert devices_of(training) == {CPU}
+    assert "w1" in str(training.optimizer.summary())
+    away, groups[1]["params"] = groups[1]["params"], []  # comes back, too
+    training.optimizer.turn_off_cpu_offload()
+    groups[1]["params"] = away
+    assert training.devices() == {CUDA}
 
 
-# -- checkpoints ---------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["host", "device"])
-def test_loading_leaves_state_on_the_host_and_the_device_alone(source, device):
-    saved = Training()
-    if source == "host":
-        saved.turn_on()
-    saved.step()
-    checkpoint = saved.optimizer.state_dict()
-    training = Training()
-    training.turn_on()
-    training.step()
-    training.drop_gradients()
-    resting = device.memory.now
-    load = training.optimizer.load_state_dict
-    largest = 4 * max(param.numel() for param in training.params.values())
-    assert device.memory.peak_of(lambda: load(checkpoint)) <= resting + largest
+@pytest.mark.parametrize("is_on", [True, False], ids=["from the host", "from the device"])
+def test_loading_leaves_state_on_the_host_and_the_device_alone(is_on, device):
+    saved, training = Training(is_on=is_on, steps=1), Training(steps=1).drop_gradients()
+    resting, found = device.memory.settled(), []
+    peak = device.memory.peak_of(lambda: found.append(saved.optimizer.state_dict()))
+    assert peak == resting or not is_on
+    states = found[0]["state"].values()
+    kept = {own[key].device for own in states for key in MOMENTS if key in own}
+    assert kept == {CPU if is_on else CUDA}
+    largest = max(param.nbytes for param in training.params.values())
+    resting = device.memory.settled()
+    peak = device.memory.peak_of(lambda: training.optimizer.load_state_dict(found[0]))
+    assert peak <= resting + largest
     assert device.memory.now <= resting  # AdamW's step counts are the checkpoint's own
-    assert devices_of(training) == {CPU}
-    for name, value in training.state().items():
-        assert torch.equal(value, saved.state()[name].cpu()), name
+    assert training.devices() == {CPU}
+    assert_equal(training.state(), on_cpu(saved.state()))
     training.step()
-
-
-def test_a_checkpoint_made_on_the_host_is_loaded_to_the_device_where_offload_is_off(device):
-    saved = Training()
-    saved.turn_on()
-    saved.step()
-    training = Training()
-    training.optimizer.load_state_dict(saved.optimizer.state_dict())
-    assert devices_of(training) == {CUDA}
-    training.step()
-
-
-def test_a_state_dict_takes_nothing_of_the_device(device):
-    training = Training()
-    training.turn_on()
-    training.step()
-    resting = device.memory.now
-    state_dict: list[Any] = []
-    make = lambda: state_dict.append(training.optimizer.state_dict())  # noqa: E731
-    assert device.memory.peak_of(make) == resting
-    for own in state_dict[0]["state"].values():
-        assert all(own[key].device == CPU for key in MOMENTS if key in own)
+    back = Training(is_on=False)
+    back.optimizer.load_state_dict(found[0])
+    assert back.devices() == {CUDA}
+    back.step()
 
 
 def test_a_pickled_optimizer_goes_on_with_state_on_the_host(device):
-    training = Training()
-    training.turn_on()
-    training.step()
-    training.drop_gradients()
+    training, other = Training(steps=1).drop_gradients(), Training()
     pair = (training.params, training.optimizer)
-    loaded = Training()
-    loaded.params, loaded.optimizer = pickle.loads(pickle.dumps(pair))
-    loaded.steps = training.steps
-    assert devices_of(loaded) == {CPU}
-    training.step()
-    loaded.step()
-    check_equal(loaded, training)
-    assert devices_of(loaded) == {CPU}
+    other.params, other.optimizer = pickle.loads(pickle.dumps(pair))
+    other.steps = training.steps
+    assert other.devices() == {CPU}
+    for each in (training, other):
+        each.step()
+    check_equal(other, training)
+    assert other.devices() == {CPU}
 
 
-# -- ranks ---------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
-def with_device(train: Callable[..., None], *args: Any, **options: Any) -> None:
+def with_device(train: Callable[..., None], *args: Any) -> None:
     with fake_device() as device:
-        train(device, *args, **options)
-
-
-def mesh_of_all() -> DeviceMesh:
-    return DeviceMesh("cuda", list(range(dist.get_world_size())))
+        train(device, *args)
 
 
 def placed(at: torch.device) -> Make:
-    mesh = mesh_of_all()
+    mesh = DeviceMesh("cuda", list(range(dist.get_world_size())))
     return lambda value: rows_at(value, mesh, at)
 
 
 def check_layout(training: Training) -> None:
-    for name in (*MATRICES, *OTHERS):
-        param, own = training.params[name], training.optimizer.state[training.params[name]]
-        for key in MOMENTS:
-            if key not in own:
-                continue
-            expected = param.placements
-            if key == "second_momentum_buffer" and name != "experts":
-                expected = (Replicate(),)
-            assert own[key].placements == expected, (name, key)
-            assert own[key].device_mesh == param.device_mesh
+    for name, param in training.params.items():
+        for key, value in training.optimizer.state[param].items():
+            is_whole = key == "second_momentum_buffer" and name != "experts"
+            if isinstance(param, DTensor) and key in MOMENTS:
+                assert value.placements == ((Replicate(),) if is_whole else param.placements), name
+                assert value.device_mesh == param.device_mesh
+            elif key == "momentum_buffer":
+                assert value.placements == (Shard(0),)
+                assert value.device_mesh.device_type == "cuda"
 
 
-def train_sharded(device: Device) -> None:
-    place = placed(CUDA)
-    expected = Training(place)
-    for _ in range(3):
-        expected.step()
-    training = Training(place)
-    training.turn_on()
-    for _ in range(3):
-        training.step()
-        assert devices_of(training) == {CPU}
-    check_layout(training)
-    check_equal(training, expected)
+def train(device: Device, kind: str) -> None:
+    """As without offload; state is where it belongs after whatever moves or replaces it."""
+    is_hosted, options = kind == "hosted", {}
+    if kind in ("DDP", "ZeRO-2"):
+        reduced = "mean" if kind == "ZeRO-2" else None
+        options = {"process_group": dist.group.WORLD, "grad_reduce": reduced}
+    on_device: Any = {"make": placed(CUDA)} if not options else {}
+    on_host: Any = {"make": placed(CPU)} if is_hosted else on_device
+    expected = Training(**on_device, is_on=False, steps=3, **options)
+    for is_on in (False, True) if is_hosted else (True,):
+        training = Training(**on_host, is_on=is_on, **options)
+        for _ in range(3):
+            training.step()
+            assert training.devices() == {CPU}
+        check_equal(training, expected)
+        check_layout(training)
+    training.drop_gradients()
+    resting = device.memory.settled()
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    if not options:  # whose process group could not be copied
+        assert device.memory.settled() <= resting
+        model, optim = training.model(), training.optimizer
+        device.memory.peak = resting
+        set_optimizer_state_dict(model, optim, get_optimizer_state_dict(model, optim))
+        largest = max(local(param).nbytes for param in training.params.values())
+        assert device.memory.peak <= resting + 2 * largest
+        copied = copy.deepcopy(training)
+        for each in (copied, training):
+            assert each.devices() == {CPU}
+            each.step()
+        check_equal(copied, training)
+        del copied
+    assert training.devices() == {CPU}
+    training.drop_gradients()
     resting = device.memory.settled()
     training.optimizer.turn_off_cpu_offload()
-    assert devices_of(training) == {CUDA}
+    assert training.devices() == ({CPU} if is_hosted else {CUDA})
+    assert device.memory.settled() == resting + (0 if is_hosted else training.state_bytes())
     check_layout(training)
-    assert device.memory.settled() == resting + training.state_bytes()
-    training.step()
     assert "w1" in str(training.optimizer.summary())
-
-
-def test_state_of_dtensors_is_on_the_host_and_keeps_its_placements():
-    run_ranks(with_device, 2, train_sharded)
-
-
-def checkpoint_sharded(device: Device) -> None:
-    place = placed(CUDA)
-    saved, training = Training(place), Training(place)
-    for each in (saved, training):
-        each.turn_on()
-        each.step()
-    saved.step()
-    for each in (saved, training):
-        each.drop_gradients()
-    resting = device.memory.settled()
-    largest = 4 * max(param.numel() for param in training.params.values())
-
-    training.optimizer.load_state_dict(saved.optimizer.state_dict())
-    assert device.memory.settled() <= resting
-    check_same_state(training, saved)
-
     training.step()
-    model = nn.ParameterDict(saved.params)
-    other = nn.ParameterDict(training.params)
-    training.drop_gradients()
-    device.memory.peak = device.memory.settled()
-    state = get_optimizer_state_dict(model, saved.optimizer)
-    set_optimizer_state_dict(other, training.optimizer, state)
-    assert device.memory.peak <= resting + largest
-    assert device.memory.settled() <= resting
-    check_same_state(training, saved)
-
-    saved.steps = training.steps
-    saved.step()
-    training.step()
-    assert devices_of(training) == {CPU}
-    copied = copy.deepcopy(training)
-    assert devices_of(copied) == {CPU}
-    copied.step()
-    training.step()
-    check_equal(copied, training)
 
 
-def checkpoint_fully(device: Device, at: torch.device, directory: str) -> None:
-    saved, training = Training(placed(at)), Training(placed(at))
-    for each in (saved, training):
-        if at != CPU:
-            each.turn_on()
-        each.step()
-        each.drop_gradients()
-    saved.step()
+@pytest.mark.parametrize("kind", ["FSDP2", "DDP", "ZeRO-2", "hosted"])
+def test_state_of_ranks_is_on_the_host_and_keeps_its_placements(kind):
+    run_ranks(with_device, 2, train, kind)
+
+
+def checkpoint_whole_and_in_files(device: Device, at: torch.device, directory: str) -> None:
+    saved, training = Training(placed(at), at != CPU, 2), Training(placed(at), at != CPU, 1)
     saved.drop_gradients()
-    models = [nn.ParameterDict(each.params) for each in (saved, training)]
+    training.drop_gradients()
+    models = [each.model() for each in (saved, training)]
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     # torch puts a DTensor together on its mesh's device, wherever its parts are.
     state = get_optimizer_state_dict(models[0], saved.optimizer, options=whole)
@@ -413,7 +334,6 @@ def checkpoint_fully(device: Device, at: torch.device, directory: str) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(models[1], training.optimizer, state, options=options)
     check_same_state(training, saved)
-
     saved.step()
     saved.drop_gradients()
     dcp.save(get_optimizer_state_dict(models[0], saved.optimizer), checkpoint_id=directory)
@@ -425,162 +345,76 @@ def checkpoint_fully(device: Device, at: torch.device, directory: str) -> None:
 
 @pytest.mark.parametrize("at", [CUDA, CPU], ids=["offloaded", "parameters in host memory"])
 def test_whole_and_saved_checkpoints_of_dtensors_leave_state_on_the_host(at, tmp_path):
-    run_ranks(with_device, 2, checkpoint_fully, at, str(tmp_path))
+    run_ranks(with_device, 2, checkpoint_whole_and_in_files, at, str(tmp_path))
 
 
-def check_same_state(found: Training, expected: Training) -> None:
-    assert devices_of(found) == {CPU}
-    check_layout(found)
-    for name, value in found.state().items():
-        assert torch.equal(value, expected.state()[name]), name
+# -- parameters in host memory, as FSDP2's CPUOffloadPolicy has them -------------------------------
 
 
-def test_checkpoints_of_dtensors_leave_state_on_the_host():
-    run_ranks(with_device, 2, checkpoint_sharded)
-
-
-def train_replicas(device: Device, **options: Any) -> None:
-    options["process_group"] = dist.group.WORLD
-    expected = Training(**options)
-    for _ in range(3):
-        expected.step()
-    training = Training(**options)
-    training.turn_on()
-    for _ in range(3):
-        training.step()
-    assert devices_of(training) == {CPU}
-    check_equal(training, expected)
-    momentum = training.optimizer.state[training.params["w1"]]["momentum_buffer"]
-    assert momentum.placements == (Shard(0),)
-    assert momentum.device_mesh.device_type == "cuda"
-    state_dict = training.optimizer.state_dict()
-    training.optimizer.load_state_dict(state_dict)
-    assert devices_of(training) == {CPU}
-    training.optimizer.turn_off_cpu_offload()
-    assert devices_of(training) == {CUDA}
-    training.step()
-
-
-@pytest.mark.parametrize("options", [{}, {"grad_reduce": "mean"}], ids=["DDP", "ZeRO-2"])
-def test_state_that_replicas_divide_is_on_the_host(options):
-    run_ranks(with_device, 2, train_replicas, **options)
-
-
-# -- parameters in host memory, as FSDP2's CPUOffloadPolicy has them -----------------------------
-
-
-def train_hosted(device: Device) -> None:
-    expected = Training(placed(CUDA))
-    for _ in range(3):
-        expected.step()
-    # AdamW's arithmetic on the host is that of the device, here.
+def compute_hosted(device: Device) -> None:
     for is_on in (False, True):
-        training = Training(placed(CPU))
-        if is_on:
-            training.turn_on()
+        training = Training(placed(CPU), is_on, steps=1)
         resting = device.memory.settled()
-        for _ in range(3):
-            training.set_gradients()
-            device.operations.clear()
-            device.host_operations.clear()
-            device.memory.peak = device.memory.settled()
-            training.optimizer.step()
-            assert device.operations["baddbmm"] + device.operations["bmm"] > 0
-            assert not device.host_operations["baddbmm"] + device.host_operations["bmm"]
-            assert device.host_operations["_fused_adamw_"] == 1
-            assert not device.operations["_fused_adamw_"]
-            assert device.memory.settled() == resting
-            assert {dtensors.local(p).device for p in training.params.values()} == {CPU}
-            assert devices_of(training) == {CPU}
-        check_equal(training, expected)
-        check_layout(training)
-    training.optimizer.turn_off_cpu_offload()
-    assert devices_of(training) == {CPU}
-    training.step()
-    copied = copy.deepcopy(training)
-    training.optimizer.load_state_dict(training.optimizer.state_dict())
-    state = get_optimizer_state_dict(nn.ParameterDict(training.params), training.optimizer)
-    set_optimizer_state_dict(nn.ParameterDict(training.params), training.optimizer, state)
-    assert devices_of(training) == {CPU}
-    assert "w1" in str(training.optimizer.summary())
-    training.step()
-    copied.step()
-    check_equal(training, copied)
-    assert device.memory.settled() == resting
+        training.set_gradients()
+        for operations in (device.operations, device.host_operations):
+            operations.clear()
+        training.optimizer.step()
+        assert device.operations["baddbmm"] + device.operations["bmm"] > 0
+        assert not device.host_operations["baddbmm"] + device.host_operations["bmm"]
+        assert device.host_operations["_fused_adamw_"] == 1
+        assert not device.operations["_fused_adamw_"]
+        assert device.memory.settled() == resting
+        assert {local(p).device for p in training.params.values()} == {CPU}
 
 
 def test_parameters_in_host_memory_are_computed_on_the_device_and_stay():
-    run_ranks(with_device, 2, train_hosted)
-
-
-def transient_bytes(device: Device, training: Training) -> int:
-    """Bytes that a later step takes of the device beside what is there before it."""
-    for _ in range(2):
-        training.set_gradients()
-        resting = device.memory.settled()
-        peak = device.memory.peak_of(training.optimizer.step)
-    return peak - resting
+    run_ranks(with_device, 2, compute_hosted)
 
 
 def stream_hosted(device: Device) -> None:
-    # With gradients that stay: letting them go would make room in one case only.
-    options: dict[str, Any] = {"none_grad": False, "chunk_size": 1}
-    off = transient_bytes(device, Training(placed(CUDA), **options))
-    training = Training(placed(CPU), **options)
-    training.turn_on()
-    on = transient_bytes(device, training)
+    """Streaming takes slots beside what is computed."""
+    taken = []
+    for at, is_on in ((CUDA, False), (CPU, True)):
+        # With gradients that stay: letting them go would make room in one case only.
+        training = Training(placed(at), is_on, steps=1, none_grad=False, chunk_size=1)
+        training.set_gradients()
+        resting = device.memory.settled()
+        taken.append(device.memory.peak_of(training.optimizer.step) - resting)
     chunk = 2 * 4 * (96 * 64 + 64 * 128) // 2  # momentum and gradients of the largest one
-    assert on <= off + max(SLOT_BYTES, chunk), (on, off)
+    assert taken[1] <= taken[0] + max(SLOT_BYTES, chunk), taken
 
 
 def test_streaming_parameters_in_host_memory_takes_slots_beside_what_is_computed():
     run_ranks(with_device, 2, stream_hosted)
 
 
+ROWS = {"w1": "(q=32 + 16 + q=32 + 16) d", "w2": "(k=64) d", "norm": "(k=64) d"}
 VARIANTS: list[dict[str, Any]] = [
-    dict(cautious=True, decay_lr="adjusted", comm_dtype=torch.float32),
-    dict(momentum_dtype=torch.bfloat16, momentum_style="ema", nesterov=False, maximize=True),
-    dict(none_grad=False),
-    dict(missing_grad="zero", chunk_size=1),
-    dict(missing_grad="zero", lr=torch.tensor(0.1), weight_decay=0.0),
-    dict(
-        clip_config={
-            "head_dim": 32,
-            "threshold": 2.0,
-            "row_map": {
-                "w1": "(q=32 + 16 + q=32 + 16) d",
-                "w2": "(k=64) d",
-                "norm": "(k=64) d",
-            },
-        }
-    ),
+    {"cautious": True, "decay_lr": "adjusted", "comm_dtype": torch.float32},
+    {"momentum_dtype": torch.bfloat16, "momentum_style": "ema", "maximize": True},
+    {"missing_grad": "zero", "chunk_size": 1},
+    {"missing_grad": "zero", "lr": torch.tensor(0.1), "weight_decay": 0.0},
+    {"clip_config": {"head_dim": 32, "threshold": 2.0, "row_map": ROWS}},
 ]
 
 
 def train_variants(device: Device, options: dict[str, Any]) -> None:
-    every = []
+    every: list[Training] = []
     for at, is_on in itertools.product((CUDA, CPU), (False, True)):
-        training = Training(placed(at), **options)
+        training = Training(placed(at), is_on, **options)
         every.append(training)
-        if is_on:
-            training.turn_on()
         for _ in range(2):
             training.set_gradients()
-            if "missing_grad" in options:
-                for name in ("w1", "norm"):
-                    training.params[name].grad = None
-            if "clip_config" in options:
-                logits = torch.tensor([3.0, 1.0]).to(CUDA)
-                training.optimizer.set_qk_logits({"": logits})
-            training.optimizer.step()
+            for name in ("w1", "norm") if "missing_grad" in options else ():
+                training.params[name].grad = None
+            clips = "clip_config" in options
+            logits = {"": torch.tensor([3.0, 1.0]).to(CUDA)} if clips else None
+            training.optimizer.step(qk_logits=logits)
         check_equal(training, every[0])
-        assert devices_of(training) == ({CUDA} if at == CUDA and not is_on else {CPU})
+        assert training.devices() == ({CUDA} if at == CUDA and not is_on else {CPU})
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: " ".join(options))
 @pytest.mark.slow
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: " ".join(options))
 def test_options_mix_no_devices(options):
     run_ranks(with_device, 2, train_variants, options)
-
-
-# -- launches --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 import re
-import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from breaking import refused
 from counters import calls_of
 from kernel import optimizer
-from layouts import EXACT, params_of, part, part_for, randn
+from layouts import EXACT, part, randn, set_gradients
+from on_ranks import on_ranks
 from ranks import rank_outcomes, run_ranks
 
-STEPS = 12
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient:UserWarning")
 
 
 def weight_on(mesh: DeviceMesh, *shape: int, seed: int = 0) -> nn.Parameter:
@@ -31,122 +32,113 @@ def weight_on(mesh: DeviceMesh, *shape: int, seed: int = 0) -> nn.Parameter:
 
 def muon(params: list[nn.Parameter], **options: Any) -> Any:
     names = [f"{number}.weight" for number in range(len(params))]
+    options = {"lr": 0.02, **options}
     return optimizer.Muon([{"params": params, "names": names, "use_muon": True}], **options)
 
 
-def give_gradients(params: list[nn.Parameter], step: int) -> None:
-    for number, param in enumerate(params):
-        grad = randn(*param.shape, seed=1000 * step + number)
-        param.grad = part_for(param, grad)
+# -- gradients that are not there ------------------------------------------------------------------
 
 
-def refused(optim: Any) -> str:
-    """What `step` raises, in seconds, having changed nothing."""
-    before = [p.detach().clone() for p in params_of(optim)]
-    start = time.monotonic()
-    with pytest.raises(ValueError) as caught:
-        optim.step()
-    assert time.monotonic() - start < 10
-    assert all(torch.equal(*pair) for pair in zip(before, params_of(optim)))
-    return str(caught.value)
+def idle_experts(check: str) -> list[torch.Tensor]:
+    """Experts of one rank, of a pair, and of three ranks idle, in other ways on each and each step.
 
-
-# -- gradients that are not there --------------------------------------------------------------
-
-
-def idle_experts(check):
-    """Local experts idle on rank 0 alone, in another way each step, and it looks at its plan."""
-    mesh = init_device_mesh("cpu", (2,))
-    params = [weight_on(mesh, 6, 4), *(nn.Parameter(randn(4, 6, seed=n)) for n in range(4))]
-    optim = muon(params, lr=0.02, consistency_check=check, **EXACT)
-    for step in range(STEPS):
-        give_gradients(params, step)
-        if dist.get_rank() == 0:
-            for number in range(4):
-                if step >> number & 1:
-                    params[1 + number].grad = None
+    All ranks hold experts of their own, share some with one other rank, and a dense matrix with
+    all. Rank 0 also looks at its plan. Each expert equals one that steps alone.
+    """
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "ep"))
+    shared = weight_on(mesh["ep"], 6, 4, seed=9)
+    own = [nn.Parameter(randn(4, 6, seed=n)) for n in range(4)]
+    params = [weight_on(mesh._flatten("all"), 8, 4), shared, *own]
+    optim = muon(params, consistency_check=check, **EXACT)
+    twins = [nn.Parameter(p.detach().clone()) for p in own]
+    alone = [muon([twin], **EXACT) for twin in twins]
+    for step in range(12):
+        set_gradients(params, step)
+        if step % 3 == 1 and rank < 2:  # on all ranks that exchange it
+            shared.grad = None
+        for number, (p, twin, its) in enumerate(zip(own, twins, alone)):
+            if (step + rank) >> number & 1 and rank != 3:
+                p.grad = None
+            else:
+                twin.grad = p.grad
+                its.step()
+        if rank == 0:
             optim.summary()
         optim.step()
-    return [params[0].full_tensor().detach(), *(param.detach() for param in params[1:])]
+    assert all(torch.equal(p, twin) for p, twin in zip(own, twins))
+    return [params[0].full_tensor().detach(), params[1].full_tensor().detach()]
 
 
-def test_an_expert_that_idles_on_one_rank_makes_no_other_wait():
-    results = {
-        check: run_ranks(idle_experts, 2, check, pg_timeout=10) for check in ("step", "plan")
-    }
-    for rank in range(2):
-        for compared, seldom in zip(results["step"][rank], results["plan"][rank]):
-            assert torch.equal(compared, seldom)
+@pytest.mark.parametrize("check", ["step", "plan"])
+def test_experts_that_idle_on_some_ranks_only_make_no_other_wait(check):
+    first, second, third, fourth = run_ranks(idle_experts, 4, check, pg_timeout=10)
+    assert all(torch.equal(first[0], other[0]) for other in (second, third, fourth))
+    assert torch.equal(first[1], second[1]) and torch.equal(third[1], fourth[1])
+    assert not torch.equal(first[1], third[1])
 
 
-def idle_pair():
-    """Experts on ranks 0 and 1, and on 2 and 3, beside a dense matrix on all; the former idle."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "ep"))
-    params = [weight_on(mesh["ep"], 6, 4, seed=1), weight_on(mesh._flatten("all"), 8, 4)]
-    optim = muon(params, lr=0.02, consistency_check="plan", **EXACT)
-    for step in range(4):
-        give_gradients(params, step)
-        if step == 2 and dist.get_rank() < 2:
-            params[0].grad = None
+@on_ranks(4, pg_timeout=10)
+def test_experts_without_traffic_may_lack_their_gradient_on_one_rank():
+    """They are left as they are there, and trained elsewhere."""
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    param = nn.Parameter(part(randn(4, 4, 8), mesh, [Shard(0), Shard(0)]))
+    group = {"params": [param], "names": ["experts.w"], "use_muon": True}
+    optim = optimizer.Muon([group], expert_keys=["experts"])
+    for step, idle in enumerate([(0,), (1, 2), (0, 1, 2)]):
+        before = param.to_local().clone()
+        set_gradients([param], step)
+        param.grad = None if rank in idle else param.grad
         optim.step()
-    return params[1].full_tensor().detach()
+        assert torch.equal(param.to_local(), before) == (rank in idle)
 
 
-def test_experts_that_idle_on_some_of_the_ranks_are_no_news_to_the_others():
-    first, *others = run_ranks(idle_pair, 4, pg_timeout=10)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def compared_steps():
+def compared_steps(check: str) -> list[bool]:
     """In which steps ranks compare notes, with options that change on all of them."""
     mesh = init_device_mesh("cpu", (2,))
     params = [weight_on(mesh, 6, 4), weight_on(mesh, 4, 6)]
-    optim = muon(params, lr=0.02, consistency_check="plan", none_grad=False)
-    give_gradients(params, 0)
-    counted = []
+    optim = muon(params, consistency_check=check, none_grad=False)
+    set_gradients(params)
+    compared = []
     for step in range(8):
-        if step == 2:
-            optim.param_groups[0]["lr"] = 0.01
-        if step == 4:
-            optim.param_groups[0]["ns_steps"] = 6
-        if step == 6:
-            optim.param_groups[0]["beta2"] = 0.9
+        changes: Any = {2: {"lr": 0.01}, 4: {"ns_steps": 6}, 6: {"beta2": 0.9}}.get(step, {})
+        optim.param_groups[0].update(changes)
         with torch.profiler.profile() as profile:
             optim.step()
-        names = [event.key for event in profile.key_averages()]
-        counted.append("Muon.agree" in names)
-    return counted
+        compared.append("Muon.agree" in [event.key for event in profile.key_averages()])
+    return compared
 
 
-def test_plan_compares_notes_first_and_where_what_all_share_has_changed():
-    for counted in run_ranks(compared_steps, 2, pg_timeout=10):
-        assert counted == [True, False, False, False, True, False, True, False]
+@pytest.mark.parametrize(
+    ("check", "expected"),
+    [
+        ("step", [True] * 8),
+        # in the first step, and where what all share has changed
+        ("plan", [True, False, False, False, True, False, True, False]),
+        ("off", [False] * 8),
+    ],
+)
+def test_consistency_check_says_how_often_ranks_compare_notes(check, expected):
+    assert run_ranks(compared_steps, 2, check, pg_timeout=10) == [expected] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"beta2": 0.9}], ids=str)
 def test_absent_local_matrices_cost_nothing(options):
     params = [nn.Parameter(randn(8, 16, seed=n)) for n in range(400)]
     optim = muon(params, none_grad=False, **options)
-    give_gradients(params, 0)
+    set_gradients(params)
     grads, draw = [param.grad for param in params], random.Random(0)
-
-    def step() -> int:
-        return calls_of(optim.step)[1]
-
-    step(), step()
-    full, most = step(), 0
+    *_, full = (calls_of(optim.step)[1] for _ in range(3))
     for _ in range(5):
         absent = set(draw.sample(range(400), 20))
         for number, (param, grad) in enumerate(zip(params, grads)):
             param.grad = None if number in absent else grad
-        most = max(most, step())
-    assert most <= 1.1 * full, (most, full)
+        assert calls_of(optim.step)[1] <= 1.1 * full
 
 
 def test_matrices_may_be_frozen_while_they_idle():
     params = [nn.Parameter(randn(4, 6, seed=n)) for n in range(2)]
     optim = muon(params, none_grad=False)
-    give_gradients(params, 0)
+    set_gradients(params)
     optim.step()
     params[1].grad = None
     optim.step()
@@ -156,179 +148,145 @@ def test_matrices_may_be_frozen_while_they_idle():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"beta2": 0.9, "cautious": True}, {"chunk_size": 5}],
-    ids=str,
+    "options", [{}, {"beta2": 0.9, "cautious": True}, {"chunk_size": 5}], ids=str
 )
-@pytest.mark.parametrize("offload", [False, True])
-def test_matrices_whose_neighbours_idle_get_the_same_bits(options, offload):
-    shapes = [(6, 8)] * 9 + [(8, 6)] * 4 + [(1, 5)] * 3 + [(300, 300)] * 3
-    options = {"lr": 0.02, "none_grad": False, **EXACT, **options}
+def test_matrices_whose_neighbours_idle_get_the_same_bits(options, one_thread):
+    shapes = [(6, 8)] * 9 + [(8, 6)] * 4 + [(1, 5)] * 3 + [(90, 90)] * 3
+    options = {"none_grad": False, **EXACT, **options}
     params = [nn.Parameter(randn(*shape, seed=n)) for n, shape in enumerate(shapes)]
     alone = [nn.Parameter(param.detach().clone()) for param in params]
-    optim = muon(params, **options)
-    others = [muon([param], **options) for param in alone]
-    if offload:
-        optim.turn_on_cpu_offload()
+    optim, others = muon(params, **options), [muon([param], **options) for param in alone]
     draw = random.Random(1)
-    for step in range(5):
-        give_gradients(params, step)
-        absent = set(draw.sample(range(len(params)), (0, 3, 12, len(params), 3)[step]))
+    for step, count in enumerate((0, 3, 12, len(params), 3)):
+        set_gradients(params, step)
+        absent = draw.sample(range(len(params)), count)
         for number, (param, twin, other) in enumerate(zip(params, alone, others)):
             param.grad = None if number in absent else param.grad
             twin.grad = param.grad
             if number not in absent:
                 other.step()
-        if len(absent) == len(params):
-            with pytest.warns(UserWarning, match="found no gradient"):
-                optim.step()
-        else:
+        trains_nothing = pytest.warns(UserWarning) if len(params) == count else nullcontext()
+        with trains_nothing:
             optim.step()
-    for number, (param, twin) in enumerate(zip(params, alone)):
-        assert torch.equal(param, twin), number
+    assert all(map(torch.equal, params, alone))
 
 
-# -- optimizers that look alike ----------------------------------------------------------------
+# -- optimizers that look alike --------------------------------------------------------------------
 
 
-def twins_on(mesh):
-    return [muon([weight_on(mesh, 6, 4)], lr=0.02) for _ in range(2)]
+def on_pair() -> tuple[DeviceMesh, Any]:
+    """A mesh of all ranks, and what makes an optimizer of one matrix on it, with a gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def make() -> Any:
+        params = [weight_on(mesh, 6, 4)]
+        set_gradients(params)
+        return muon(params)
+
+    return mesh, make
 
 
-def steps_out_of_order():
-    mesh = init_device_mesh("cpu", (2,))
-    pair = twins_on(mesh)
-    for optim in pair:
-        give_gradients(optim.param_groups[0]["params"], 0)
-    return [refused(optim) for optim in (pair if dist.get_rank() == 0 else pair[::-1])]
+DIFFERENT = "ranks 0 and 1 step different optimizers"
 
 
-def test_optimizers_just_alike_that_step_in_another_order_are_told_apart():
-    for messages in run_ranks(steps_out_of_order, 2, pg_timeout=10):
-        for message in messages:
-            assert "ranks 0 and 1 step different optimizers" in message
-            assert "in the same order" in message
+def steps_out_of_order() -> None:
+    _, make = on_pair()
+    pair = [make(), make()]
+    for optim in pair if dist.get_rank() == 0 else pair[::-1]:
+        refused(optim, DIFFERENT)
 
 
-def what_each_rank_makes_for_itself():
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+def one_more_on_one_rank() -> None:
+    _, make = on_pair()
+    extra = make() if dist.get_rank() == 0 else None
+    refused(make(), DIFFERENT)
+    del extra
+
+
+def what_each_rank_makes_for_itself() -> None:
+    """Shifts nothing: optimizers of what only it has, that failed, that went, that were swapped."""
+    rank, (mesh, make) = dist.get_rank(), on_pair()
+    kept = []
     if rank == 0:
-        kept = [muon([nn.Parameter(torch.ones(2, 2))]) for _ in range(3)]
+        kept += [muon([nn.Parameter(torch.ones(2, 2))]) for _ in range(3)]
+        make().summary()
+        optimizer.describe(nn.Linear(4, 4), process_group=dist.group.WORLD)
     else:
         with pytest.raises(ValueError, match="momentum"):
             muon([weight_on(mesh, 6, 4)], momentum=3.0)
-    if rank == 0:
-        print(muon([weight_on(mesh, 6, 4)]).summary())
-        optimizer.describe(nn.Linear(4, 4), process_group=dist.group.WORLD)
-    gone = muon([nn.Parameter(torch.ones(6, 4))], lr=0.02)
+    gone, swapped = (muon([nn.Parameter(torch.ones(6, 4))]) for _ in range(2))
     gone.param_groups[0]["params"] = [weight_on(mesh, 6, 4)]
     del gone
-    swapped = muon([nn.Parameter(torch.ones(6, 4))], lr=0.02)  # for its shards, as trainers do
-    pair = twins_on(mesh)
+    pair = [make(), make()]
     del pair[0]
-    swapped.param_groups[0]["params"] = [weight_on(mesh, 6, 4)]
+    swapped.param_groups[0]["params"] = [weight_on(mesh, 6, 4)]  # for shards, as trainers do
     made = [*pair, swapped, copy.deepcopy(swapped), pickle.loads(pickle.dumps(pair[0]))]
     for step in range(2):
         for optim in reversed(made):
-            give_gradients(optim.param_groups[0]["params"], step)
+            set_gradients(optim.param_groups[0]["params"], step)
             optim.step()
         made[1].load_state_dict(made[0].state_dict())
-    if rank == 0:
-        assert len(kept) == 3
-    # What only one of them loads would leave them at different steps.
-    if rank == 1:
+    assert len(kept) == 3 * (rank == 0)
+    if rank == 1:  # what only one of them loads would leave them at different steps
         made[0].load_state_dict(made[0].state_dict())
-    give_gradients(made[0].param_groups[0]["params"], 2)
-    return refused(made[0])
+    set_gradients(made[0].param_groups[0]["params"])
+    refused(made[0], DIFFERENT)
 
 
-def test_what_a_rank_makes_for_itself_shifts_nothing():
-    for message in run_ranks(what_each_rank_makes_for_itself, 2, pg_timeout=10):
-        assert "ranks 0 and 1 step different optimizers" in message
+@pytest.mark.parametrize(
+    "make_and_step", [steps_out_of_order, one_more_on_one_rank, what_each_rank_makes_for_itself]
+)
+def test_ranks_step_the_same_optimizers_in_the_same_order_or_all_raise(make_and_step):
+    run_ranks(make_and_step, 2, pg_timeout=10)
 
 
-def one_more_on_one_rank():
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
-    extra = muon([weight_on(mesh, 6, 4)], lr=0.02) if rank == 0 else None
-    optim = muon([weight_on(mesh, 6, 4)], lr=0.02)
-    give_gradients(optim.param_groups[0]["params"], 0)
-    message = refused(optim)
-    del extra
-    return message
+@on_ranks(4, timeout=60)
+def test_ranks_that_are_in_different_numbers_of_groups_find_each_other() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))["dp"]
+    if dist.get_rank() in (0, 2):
+        dist.new_group([0, 2], use_local_synchronization=True)
+    param = weight_on(mesh, 6, 4)
+    set_gradients([param])
+    before = param.to_local().clone()
+    muon([param]).step()
+    assert not torch.equal(param.to_local(), before)
 
 
-def test_an_optimizer_that_only_one_rank_made_is_told_on_all():
-    for message in run_ranks(one_more_on_one_rank, 2, pg_timeout=10):
-        assert "ranks 0 and 1 step different optimizers" in message
+# -- options and machines --------------------------------------------------------------------------
 
 
-# -- options and machines ----------------------------------------------------------------------
-
-
-def tensor_rates_apart():
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
-    params = [nn.Parameter(part(torch.ones(6, 4), mesh, [Replicate()]))]
+@on_ranks(2, pg_timeout=10)
+def test_a_learning_rate_in_a_tensor_is_compared() -> None:
+    params = [nn.Parameter(part(torch.ones(6, 4), on_pair()[0], [Replicate()]))]
     optim = muon(params, lr=torch.tensor(0.02))
-    give_gradients(params, 0)
+    set_gradients(params)
     optim.step()
-    optim.param_groups[0]["lr"].fill_(0.02 + 0.01 * rank)
-    give_gradients(params, 1)
-    return refused(optim)
+    optim.param_groups[0]["lr"].fill_(0.02 + 0.01 * dist.get_rank())
+    set_gradients(params, 1)
+    refused(optim, r"lr = tensor\(0\.01999.*lr = tensor\(0\.02999")
 
 
-def test_a_learning_rate_in_a_tensor_is_compared():
-    for message in run_ranks(tensor_rates_apart, 2, pg_timeout=10):
-        assert re.search(
-            r"Rank 0 has 'lr = tensor\(0.01999.*rank 1 has 'lr = tensor\(0.02999", message
-        )
-
-
-def one_never_compares():
-    mesh = init_device_mesh("cpu", (2,))
-    params = [weight_on(mesh, 6, 4)]
+def one_never_compares() -> None:
+    params = [weight_on(on_pair()[0], 6, 4)]
     optim = muon(params, consistency_check=("off", "step")[dist.get_rank()])
-    give_gradients(params, 0)
+    set_gradients(params)
     optim.step()
 
 
 def test_who_waits_for_a_rank_that_never_compares_is_told_of_it():
     waiting = rank_outcomes(one_never_compares, 2, pg_timeout=3, timeout=20)[1]
     assert waiting.error == "RuntimeError"
-    assert "has consistency_check='off'" in waiting.message
+    assert "consistency_check='off'" in waiting.message
 
 
-def shards_cut_otherwise():
-    mesh = init_device_mesh("cpu", (4, 2))
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    params = [nn.Parameter(part(torch.ones(9, 4), mesh, placements))]
-    optim = muon(params)
-    give_gradients(params, 0)
-    return refused(optim)
-
-
-def test_uneven_strided_shards_as_distribute_tensor_cuts_them_are_refused_by_all():
-    messages = run_ranks(shards_cut_otherwise, 8, pg_timeout=20)
-    assert len(set(messages)) <= 3  # of those who see it each its own, and one of all others
-    assert all("0.weight is" in m and "as torch.chunk does" in m for m in messages)
-
-
-def unlike_machines(**options):
+@on_ranks(2, pg_timeout=10)
+def test_ranks_on_unlike_machines_agree_on_the_arithmetic_or_raise() -> None:
     forms = optimizer.newton_schulz.forms
     native = forms._cpu_multiplies_bfloat16()
     if dist.get_rank() == 1:  # one CPU of another kind can't be had from the outside
         forms._cpu_multiplies_bfloat16 = lambda: not native
-    mesh = init_device_mesh("cpu", (2,))
-    params = [weight_on(mesh, 6, 4)]
-    optim = muon(params, lr=0.02, **options)
-    give_gradients(params, 0)
-    if options:
-        optim.step()
-        return ""
-    return refused(optim)
-
-
-def test_ranks_on_unlike_machines_agree_on_the_arithmetic_or_raise():
-    for message in run_ranks(unlike_machines, 2, pg_timeout=10):
-        assert "ns_dtype=None means torch.bfloat16 here" in message
-        assert "ns_dtype=None means torch.float32 here" in message
-    run_ranks(unlike_machines, 2, ns_dtype=torch.float32, pg_timeout=10)
+    params = [weight_on(on_pair()[0], 6, 4)]
+    set_gradients(params)
+    told = refused(muon(params), "ns_dtype")
+    assert re.search("torch.bfloat16.*torch.float32|torch.float32.*torch.bfloat16", told)
+    muon(params, ns_dtype=torch.float32).step()

@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from breaking import refused
 from kernel import optimizer
-from ranks import DEVICE, rank_outcomes, run_ranks
+from layouts import part
+from on_ranks import on_ranks
+from ranks import DEVICE, run_ranks
 
+RANKS, NAME = 4, "layers.0.wq.weight"
 
-def partial_placement():
-    mesh = init_device_mesh(DEVICE, (2,))
-    weight = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()]))
-    optimizer.Muon([{"params": [weight], "names": ["layers.0.wq.weight"], "use_muon": True}])
-
-
-def test_a_partial_placement_raises_on_every_rank_and_names_the_parameter():
-    for outcome in rank_outcomes(partial_placement, 2):
-        assert outcome.error == "ValueError"
-        assert "layers.0.wq.weight has placement Partial" in outcome.message
-        assert "redistribute" in outcome.message
-
-
-def gradient_placed_otherwise():
-    mesh = init_device_mesh(DEVICE, (2,))
-    weights = [
-        nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for _ in range(2)
-    ]
-    optim = optimizer.Muon(
-        [{"params": weights, "names": ["a.weight", "b.weight"], "use_muon": True}]
-    )
-    weights[0].grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    weights[1].grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])
-    try:
-        optim.step()
-    finally:
-        assert not optim.state
-        assert all(torch.equal(w.to_local(), torch.ones(2, 4)) for w in weights)
-
-
-def test_a_gradient_placed_unlike_its_parameter_raises_before_anything_moved():
-    for outcome in rank_outcomes(gradient_placed_otherwise, 2):
-        assert outcome.error == "ValueError"
-        assert outcome.message.startswith("b.weight is ")
-
-
-PLACED = "[Shard(dim=0), Shard(dim=0)] on (dp=2, tp=2)"
-UNORDERED = f"{PLACED}, dimension 0 cut by tp before dp"
 AFTER_2_10 = "use_strided_shard_as_shard_order" in DTensorSpec.__dataclass_fields__
 ROWS = torch.arange(4.0)[:, None].expand(4, 4).contiguous()  # row i is full of i
 
 
-def rows_cut_in(order, mesh_shape=(2, 2), strided=False, requires_grad=True, whole=ROWS):
+def rows_cut_in(
+    order: tuple[int, int],
+    mesh_shape: tuple[int, int] = (2, 2),
+    strided: bool = False,
+    requires_grad: bool = True,
+    whole: torch.Tensor = ROWS,
+) -> Any:
     """Four rows, cut by the mesh dimensions in an order. nn.Parameter would lose the order."""
     mesh = init_device_mesh(DEVICE, mesh_shape, mesh_dim_names=("dp", "tp"))
     row = 0
     for dim in order:
         row = row * mesh_shape[dim] + mesh.get_local_rank(dim)
-    keys = {"use_strided_shard_as_shard_order": False} if strided and AFTER_2_10 else {}
+    keys: Any = {"use_strided_shard_as_shard_order": False} if strided and AFTER_2_10 else {}
     spec = DTensorSpec(
         mesh,
         (_StridedShard(0, split_factor=2) if strided else Shard(0), Shard(0)),
@@ -74,92 +50,143 @@ def rows_cut_in(order, mesh_shape=(2, 2), strided=False, requires_grad=True, who
     return DTensor(whole[row : row + 1].to(DEVICE, copy=True), spec, requires_grad=requires_grad)
 
 
-def optimizer_of(weight, use_muon=True):
-    group = {"params": [weight], "names": ["layers.0.wq.weight"], "use_muon": use_muon}
-    return optimizer.Muon([group], lr=0.5, exact=True)
+def optimizer_of(*weights: Any, use_muon: bool = True, **options: Any) -> Any:
+    names = [NAME, "other.weight"][: len(weights)]
+    group = {"params": list(weights), "names": names, "use_muon": use_muon}
+    return optimizer.Muon([group], lr=0.5, exact=True, **options)
 
 
-def parameter_out_of_order(use_muon):
-    optimizer_of(rows_cut_in((1, 0)), use_muon)
+def on_line(tensor: torch.Tensor, placement: Any) -> Any:
+    return part(tensor, init_device_mesh(DEVICE, (RANKS,)), [placement])
 
 
-@pytest.mark.parametrize("use_muon", [True, False])
-def test_shards_out_of_the_order_of_the_mesh_raise_and_say_what_to_write(use_muon):
-    for outcome in rank_outcomes(parameter_out_of_order, 4, use_muon):
-        assert outcome.error == "ValueError"
-        assert f"layers.0.wq.weight is {UNORDERED}; only shards" in outcome.message
-        assert "distribute_tensor(tensor.full_tensor(), tensor.device_mesh, " in outcome.message
+# -- what is made or loaded ------------------------------------------------------------------------
 
 
-def parameter_swapped_for_one_out_of_order():
+def of_partial_sums() -> None:
+    mesh = init_device_mesh(DEVICE, (RANKS,))
+    optimizer_of(nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()])))
+
+
+def stepped(weight: Any) -> None:
+    weight.grad = torch.ones_like(weight)
+    optimizer_of(weight).step()
+
+
+def cut_unlike_chunk() -> None:
+    """As nothing in torch cuts them."""
+    mesh, rows = init_device_mesh(DEVICE, (RANKS,)), (0, 1, 3, 0)[dist.get_rank()]
+    local = torch.ones(rows, 4)
+    kept: Any = {"run_check": False, "shape": (4, 4), "stride": (4, 1)}
+    stepped(nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], **kept)))
+
+
+def uneven_strides() -> None:
+    """Of eight ranks, as `distribute_tensor` cuts them; FSDP2 over TP does otherwise."""
+    mesh = init_device_mesh(DEVICE, (4, 2))
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    stepped(nn.Parameter(part(torch.ones(9, 4), mesh, placements)))
+
+
+def swapped_for_one_out_of_order() -> None:
     optim = optimizer_of(rows_cut_in((0, 1)))
-    weight = rows_cut_in((1, 0))
-    weight.grad = rows_cut_in((1, 0), requires_grad=False)
-    optim.param_groups[0]["params"] = [weight]
+    optim.param_groups[0]["params"] = [rows_cut_in((1, 0))]
     optim.step()
 
 
-def test_a_parameter_that_was_swapped_for_one_out_of_order_raises():
-    for outcome in rank_outcomes(parameter_swapped_for_one_out_of_order, 4):
-        assert outcome.error == "ValueError"
-        assert f"layers.0.wq.weight is {UNORDERED}; only shards" in outcome.message
-
-
-def gradient_out_of_order(use_muon, on_ranks):
-    weight = rows_cut_in((0, 1))
-    optim = optimizer_of(weight, use_muon)
-    order = (1, 0) if dist.get_rank() in on_ranks else (0, 1)
-    weight.grad = rows_cut_in(order, requires_grad=False)
-    try:
-        optim.step()
-    finally:
-        assert not optim.state and torch.equal(weight.full_tensor().cpu(), ROWS)
-
-
-@pytest.mark.parametrize("on_ranks", [[0, 1, 2, 3], [2]], ids=["all ranks", "one rank"])
-@pytest.mark.parametrize("use_muon", [True, False])
-def test_a_gradient_out_of_the_order_of_the_mesh_raises_before_anything_moved(use_muon, on_ranks):
-    for outcome in rank_outcomes(gradient_out_of_order, 4, use_muon, on_ranks):
-        assert outcome.error == "ValueError"
-        assert f"layers.0.wq.weight is {PLACED} but its gradient {UNORDERED}; " in outcome.message
-        assert "p.grad = distribute_tensor(p.grad.full_tensor(), " in outcome.message
-
-
-def state_out_of_order():
+def trained() -> tuple[Any, Any]:
+    """An optimizer after a step, and what it saves."""
     weight = rows_cut_in((0, 1))
     optim = optimizer_of(weight)
     weight.grad = rows_cut_in((0, 1), requires_grad=False)
     optim.step()
-    saved = optim.state_dict()
+    return optim, optim.state_dict()
+
+
+def state_out_of_order() -> None:
+    optim, saved = trained()
     saved["state"][0]["momentum_buffer"] = rows_cut_in((1, 0), requires_grad=False)
     optim.load_state_dict(saved)
 
 
-def test_state_out_of_the_order_of_the_mesh_raises():
-    for outcome in rank_outcomes(state_out_of_order, 4):
-        assert outcome.error == "ValueError"
-        assert f"is {UNORDERED}, where it should be " in outcome.message
+def plain_state() -> None:
+    optim, saved = trained()
+    saved["state"][0]["momentum_buffer"] = torch.ones(4, 4)
+    optim.load_state_dict(saved)
 
 
-def logits_out_of_order():
+def logits_out_of_order() -> None:
     weight = torch.ones(8, 8, requires_grad=True)
     weight.grad = torch.zeros(8, 8)
-    group = {"params": [("layers.0.wq.weight", weight)], "use_muon": True}
-    optim = optimizer.Muon([group], clip_config={"head_dim": 2})
-    logits = torch.full((4,), 200.0)
-    optim.step(qk_logits={0: rows_cut_in((1, 0), requires_grad=False, whole=logits)})
+    logits = rows_cut_in((1, 0), requires_grad=False, whole=torch.full((4,), 200.0))
+    optimizer_of(weight, clip_config={"head_dim": 2}).step(qk_logits={0: logits})
 
 
-def test_logits_out_of_the_order_of_the_mesh_raise():
-    for outcome in rank_outcomes(logits_out_of_order, 4):
-        assert outcome.error == "ValueError"
-        assert f"of layer 0 are {UNORDERED}: give logits.full_tensor()" in outcome.message
+UNORDERED = r".*dimension 0 cut by tp before dp"
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (of_partial_sums, rf"{NAME} .*Partial.*redistribute"),
+    (cut_unlike_chunk, rf"{NAME} is \[Shard\(dim=0\)\].*torch\.chunk"),
+    (lambda: optimizer_of(rows_cut_in((1, 0))), NAME + UNORDERED),
+    (lambda: optimizer_of(rows_cut_in((1, 0)), use_muon=False), NAME + UNORDERED),
+    (swapped_for_one_out_of_order, NAME + UNORDERED),
+    (state_out_of_order, NAME + UNORDERED),
+    (plain_state, rf"{NAME} .*plain"),
+    (logits_out_of_order, rf"layer 0{UNORDERED}.*logits\.full_tensor\(\)"),
+]
 
 
-def step_in_orders_that_are_the_meshs():
+def refuse_all() -> None:
+    of_eight = [(uneven_strides, rf"{NAME} is .*torch\.chunk")]
+    for call, words in of_eight if dist.get_world_size() == 8 else REFUSED:
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert re.search(words, str(raised.value)), (call, raised.value)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("ranks", [RANKS, 8])
+def test_what_is_placed_as_no_step_can_take_it_raises_on_every_rank_and_names_the_parameter(ranks):
+    run_ranks(refuse_all, ranks, pg_timeout=20)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def advised(message: str, **names: Any) -> Any:
+    """What comes of the code in a message."""
+    code = re.search(r"distribute_tensor\(.*?placements\)", message)
+    assert code is not None, message
+    return eval(code[0], {"distribute_tensor": distribute_tensor}, names)
+
+
+@on_ranks(RANKS, pg_timeout=20)
+def test_a_gradient_placed_unlike_its_parameter_raises_before_anything_moved() -> None:
+    """Placed unlike their parameters, on all ranks or on one."""
+    weights = [nn.Parameter(on_line(torch.ones(4, 4), Shard(0))) for _ in range(2)]
+    optim = optimizer_of(*weights)
+    weights[0].grad = torch.ones_like(weights[0])
+    for placement in (Shard(1), Replicate()):
+        weights[1].grad = on_line(torch.ones(4, 4), placement)
+        refused(optim, r"^other\.weight is ")
+    for use_muon in (True, False):
+        for bad in (range(RANKS), [2]):
+            weight = rows_cut_in((0, 1))
+            order = (1, 0) if dist.get_rank() in bad else (0, 1)
+            weight.grad = rows_cut_in(order, requires_grad=False)
+            optim = optimizer_of(weight, use_muon=use_muon)
+            advice = refused(optim, f"{NAME} is .*gradient{UNORDERED}")
+            if len(bad) == RANKS:
+                weight.grad = advised(advice, p=weight)
+                optim.step()
+
+
+@on_ranks(RANKS)
+def test_orders_that_change_no_shard_step_as_one_device_does() -> None:
     unordered = rows_cut_in((1, 0))
-    whole = unordered.full_tensor().detach()
-    remedied = distribute_tensor(whole, unordered.device_mesh, unordered.placements)
+    with pytest.raises(ValueError) as raised:
+        optimizer_of(unordered)
+    with torch.no_grad():
+        remedied = advised(str(raised.value), tensor=unordered)
     weights = {
         "as the message has it": nn.Parameter(remedied),
         "a dimension of one rank": rows_cut_in((1, 0), (4, 1)),
@@ -174,7 +201,3 @@ def step_in_orders_that_are_the_meshs():
             optimizer_of(each).step()
         assert torch.equal(weight.to_local(), twin[row : row + 1]), name
         assert not torch.equal(twin.cpu(), ROWS)
-
-
-def test_orders_that_change_no_shard_step_as_one_device_does():
-    run_ranks(step_in_orders_that_are_the_meshs, 4)

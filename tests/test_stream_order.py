@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fake_device import CUDA, rows_at
 from kernel import optimizer
 from layouts import params_of
+from race_detector import ordered_device
 from rank_pool import RankPool
-from stream_order import ordered_device
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="the device is made for builds without CUDA"

@@ -5,11 +5,10 @@ Runs on an accelerator where there is one, else in Triton's interpreter.
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
 import itertools
 import math
 import sys
+from dataclasses import replace
 from importlib import import_module, util
 from pathlib import Path
 
@@ -25,22 +24,25 @@ tl = triton.language
 symmetric = import_module(f"{optimizer.__name__}.triton_kernels.symmetric")
 launching = import_module(f"{optimizer.__name__}.triton_kernels.launching")
 symmetric_product = symmetric.symmetric_product
-SymmetricConfig = launching.SymmetricConfig
+SymmetricConfig, CompileTarget, choose = (
+    getattr(launching, name) for name in ("SymmetricConfig", "CompileTarget", "choose")
+)
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = ACCELERATOR.type if ACCELERATOR else "cpu"
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+FP16, BF16, FP32 = DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 # The interpreter's own, of numpy: lanes that are masked out may divide by zero.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SMALL = SymmetricConfig(block=16, block_k=16, num_warps=4, num_stages=2)
 VARIANTS = {
     "by pointers": SMALL,
-    "wide": dataclasses.replace(SMALL, width=2),
-    "in bulk": dataclasses.replace(SMALL, descriptors=True),
-    "wide, in bulk": dataclasses.replace(SMALL, width=2, descriptors=True),
+    "wide": replace(SMALL, width=2),
+    "in bulk": replace(SMALL, descriptors=True),
+    "wide, in bulk": replace(SMALL, width=2, descriptors=True),
 }
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+H100 = CompileTarget("unknown", "sm_90", "cuda", 132)
 
 
 @pytest.fixture(autouse=True)
@@ -50,18 +52,12 @@ def nothing_prepared(monkeypatch):
     monkeypatch.setattr(launching, "_kept", {})
 
 
-def forget():
-    """The next launch is prepared, and its kernel looked up, as the first of its layout."""
-    symmetric._prepared.clear()
-    launching._kept.clear()
-
-
 def plain_config(config):
     """The variant whose bits another must have: on a device `SMALL`, in the interpreter its width.
 
     The interpreter multiplies by numpy, which on some CPUs rounds tiles of other widths otherwise.
     """
-    return SMALL if ACCELERATOR else dataclasses.replace(SMALL, width=config.width)
+    return SMALL if ACCELERATOR else replace(SMALL, width=config.width)
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -73,24 +69,6 @@ def gram(X):
     return X @ X.mT
 
 
-def expected_product(A, B, alpha=1.0, beta=0.0, C=None):
-    """In float64, from the formula."""
-    result = alpha * (A.double() @ B.double())
-    return result if C is None else result + beta * C.double()
-
-
-def assert_product(out, expected, terms=1.0):
-    """Within one rounding of ``out``, and the sum's own error in fp32; symmetric to the last bit.
-
-    Args:
-        terms: magnitude of what was summed, where it is larger than the sum.
-    """
-    precision = torch.finfo(out.dtype).eps / 2
-    bound = precision * expected.abs() + 4e-6 * terms * expected.abs().amax().clamp_min(1.0)
-    assert ((out.double() - expected).abs() <= bound).all()
-    assert torch.equal(out, out.mT)
-
-
 def product(A, B, out_dtype=None, alpha=1.0, beta=0.0, C=None, config=None):
     n, s, _ = A.shape
     out = torch.full((n, s, s), math.nan, dtype=out_dtype or A.dtype, device=A.device)
@@ -98,7 +76,21 @@ def product(A, B, out_dtype=None, alpha=1.0, beta=0.0, C=None, config=None):
     return out
 
 
-# Float64's numbers
+def assert_product(out, A, B, alpha=1.0, beta=0.0, C=None, terms=1.0):
+    """Float64's within one rounding of ``out``, and the sum's own error in fp32; symmetric to the
+    last bit.
+
+    Args:
+        terms: magnitude of what was summed, where it is larger than the sum.
+    """
+    expected = alpha * (A.double() @ B.double()) + (0.0 if C is None else beta * C.double())
+    precision = torch.finfo(out.dtype).eps / 2
+    bound = precision * expected.abs() + 4e-6 * terms * expected.abs().amax().clamp_min(1.0)
+    assert ((out.double() - expected).abs() <= bound).all()
+    assert torch.equal(out, out.mT)
+
+
+# -- float64's numbers -----------------------------------------------------------------------------
 
 
 @one_dtype_is_quick
@@ -107,93 +99,84 @@ def test_a_gram_matrix_is_float64s(dtype):
         X = randn(n, s, k, dtype=dtype)
         for A, B in [(X, X.mT), (X.mT, X)]:
             for config in (None, SMALL):
-                assert_product(product(A, B, config=config), expected_product(A, B))
+                assert_product(product(A, B, config=config), A, B)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes_need_not_be_multiples_of_tiles(dtype):
-    for s, k in [(511, 513), (17, 4096)]:
-        X = randn(1, s, k, dtype=dtype)
-        # Tensor cores cut off what does not fit when they add, each time a little.
-        assert_product(product(X, X.mT), expected_product(X, X.mT), terms=max(1, k / 512))
+@pytest.mark.parametrize("s, k", [(511, 513), (17, 4096), (65, 513)])
+def test_sizes_need_not_be_multiples_of_tiles(s, k, dtype):
+    X = randn(1, s, k, dtype=dtype)
+    # Tensor cores cut off what does not fit when they add, each time a little.
+    assert_product(product(X, X.mT), X, X.mT, terms=max(1, k / 512))
 
 
-def test_tall_matrices_are_multiplied_from_the_left():
-    X = randn(2, 513, 65)
-    assert_product(product(X.mT, X), expected_product(X.mT, X))
-
-
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_output_is_rounded_once_to_a_dtype_of_its_own(dtype, out_dtype):
+@pytest.mark.parametrize("dtype, out_dtype", itertools.product(DTYPES, DTYPES), ids=str)
+def test_the_output_is_rounded_once_to_a_dtype_of_its_own_and_c_may_have_another(dtype, out_dtype):
     X = randn(2, 40, 24, dtype=dtype)
     out = product(X, X.mT, out_dtype)
     assert out.dtype == out_dtype
-    assert_product(out, expected_product(X, X.mT))
-    in_fp32 = product(X, X.mT, torch.float32)
-    assert torch.equal(out, in_fp32.to(out_dtype))
-
-
-@every_variant
-def test_a_launch_that_was_prepared_gives_the_same_bits(config):
-    """With other numbers, and in other memory."""
-    C = gram(randn(4, 48, 8, seed=9))
-    for seed, alpha in enumerate((0.5, 1.0, -2.0)):
-        X = randn(4, 48, 32, seed=seed)
-        options = {"beta": 0.5, "C": C, "alpha": alpha, "config": config}
-        prepared = product(X, X.mT, **options)
-        forget()
-        assert torch.equal(prepared, product(X, X.mT, **options))
-        assert_product(prepared, expected_product(X, X.mT, alpha, 0.5, C), terms=4.0)
-
-
-def test_integers_are_exact():
-    X = torch.randint(-3, 4, (2, 50, 70), generator=torch.Generator().manual_seed(0))
-    for dtype in DTYPES:
-        A = X.to(DEVICE, dtype)
-        assert torch.equal(product(A, A.mT, torch.float32, config=SMALL).cpu(), gram(X).float())
+    assert torch.equal(out, product(X, X.mT, FP32).to(out_dtype))
+    C = gram(randn(2, 40, 40)).to(dtype)
+    options = dict(alpha=0.5, beta=-1.5, C=C)
+    for A in (X, X.half()):
+        out = product(A, A.mT, out_dtype, config=SMALL, **options)
+        assert_product(out, A, A.mT, **options, terms=4.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_polynomial_of_a_matrix_takes_it_three_times(dtype):
     A = product(randn(2, 40, 24), randn(2, 40, 24).mT).div_(24).to(dtype)
     for options in [dict(alpha=2.5, beta=-3.5, C=A), dict(alpha=-2.0), dict(beta=1.0, C=A)]:
-        out = product(A, A, config=SMALL, **options)
-        assert_product(out, expected_product(A, A, **options), terms=20.0)
+        assert_product(product(A, A, config=SMALL, **options), A, A, **options, terms=20.0)
 
 
-@pytest.mark.parametrize("c_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-def test_c_may_have_a_dtype_of_its_own(out_dtype, c_dtype):
-    X, C = randn(2, 24, 40, dtype=torch.float16), gram(randn(2, 24, 24)).to(c_dtype)
-    options = dict(alpha=0.5, beta=-1.5, C=C)
-    out = product(X, X.mT, out_dtype, config=SMALL, **options)
-    assert_product(out, expected_product(X, X.mT, **options), terms=4.0)
-
-
-def test_fp32_is_multiplied_in_full_precision():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_are_exact_and_fp32_is_multiplied_in_full_precision(dtype):
+    X = torch.randint(-3, 4, (2, 50, 70), generator=torch.Generator().manual_seed(0))
+    A = X.to(DEVICE, dtype)
+    assert torch.equal(product(A, A.mT, FP32, config=SMALL).cpu(), gram(X).float())
     # TF32 keeps ten bits of 1 + 2⁻¹⁶: the difference of the products would be 0.
     X = torch.tensor([[[1 + 2.0**-16, 1.0], [1.0, -1.0]]], device=DEVICE)
     assert product(X, X.mT)[0, 0, 1].item() == 2.0**-16
 
 
-# Tiles
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_overflow_are_kept_when_rounding(dtype):
+    X = torch.tensor([[[3e38, 0.0], [1.0, math.nan]]], device=DEVICE)
+    out = product(X, X.mT, dtype)
+    assert out[0, 0, 0] == math.inf and out[0, 0, 1].isnan() and out[0, 1, 1].isnan()
 
 
-TILES = ("wide", "in bulk", "wide, in bulk")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_inf_and_nan_stay_within_their_own_matrix(bad):
+    X = randn(3, 40, 24)
+    expected = product(X, X.mT, config=SMALL)
+    X[1, 5, 7] = bad
+    out = product(X, X.mT, config=SMALL)
+    assert torch.equal(out[[0, 2]], expected[[0, 2]])
+    assert not out[1, 5].isfinite().any() and not out[1, :, 5].isfinite().any()
+    keep = torch.arange(40) != 5
+    assert torch.equal(out[1][keep][:, keep], expected[1][keep][:, keep])
+
+
+def test_empty_shapes_are_left_alone_and_products_over_nothing_leave_c():
+    for n, s, k in [(0, 4, 3), (2, 0, 3), (0, 0, 0), (0, 4, 0)]:
+        A = randn(n, s, k)
+        assert product(A, A.mT).shape == (n, s, s)
+    A, C = randn(2, 20, 0), gram(randn(2, 20, 5))
+    assert torch.equal(product(A, A.mT), torch.zeros(2, 20, 20, device=DEVICE))
+    expected = 2 * C
+    out = product(A, A.mT, beta=2.0, C=C)
+    assert torch.equal(out, expected.triu() + expected.triu(1).mT)
+
+
+# -- bits do not depend on tiles, batches, launches before -----------------------------------------
 
 
 @slow_if_interpreted
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        *itertools.product((torch.bfloat16, torch.float32), TILES),
-        *((torch.float16, name) for name in TILES[:2]),
-        pytest.param(torch.float16, TILES[2], marks=pytest.mark.kernels_ci),
-    ],
-    ids=str,
-)
-def test_how_tiles_are_loaded_and_joined_changes_no_bit(dtype, name):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["wide", "in bulk", "wide, in bulk"])
+def test_how_tiles_are_loaded_and_joined_changes_no_bit(name, dtype):
     for n, s, k in [(2, 48, 32), (1, 64, 16), (1, 33, 40)]:
         X, C = randn(n, s, k, dtype=dtype), gram(randn(n, s, k)).to(dtype)
         stored = X.mT.contiguous()
@@ -201,42 +184,145 @@ def test_how_tiles_are_loaded_and_joined_changes_no_bit(dtype, name):
         plain = product(X, X.mT, config=plain_config(VARIANTS[name]), **options)
         for A, B in [(X, X.mT), (X, stored), (stored.mT, stored)]:
             assert torch.equal(product(A, B, config=VARIANTS[name], **options), plain)
-        assert_product(plain, expected_product(X, X.mT, **options), terms=4.0)
+        assert_product(plain, X, X.mT, **options, terms=4.0)
+
+
+@pytest.mark.kernels_ci
+def test_order_of_tiles_batches_and_wide_offsets_change_no_bit(monkeypatch):
+    X, C = randn(3, 64, 32, dtype=FP16), gram(randn(3, 64, 32)).half()
+    plain = product(X, X.mT, beta=0.5, C=C, config=SMALL)
+    for group in (1, 3):
+        config = replace(SMALL, group=group)
+        assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=config), plain)
+    alone = [product(x, x.mT, beta=0.5, C=c, config=SMALL) for x, c in zip(X.split(1), C.split(1))]
+    assert torch.equal(torch.cat(alone), plain)
+    other = product(
+        X * 2, X.mT * 2, alpha=0.25, beta=0.5, C=C, config=SMALL
+    )  # prepared as the first
+    assert torch.equal(other, plain)
+    monkeypatch.setattr(symmetric, "INT32_MAX", 5)
+    symmetric._prepared.clear()
+    assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=SMALL), plain)
+
+
+def views(n, s, k, dtype=FP32):
+    """The same sizes, stored in other ways."""
+    return {
+        "contiguous": randn(n, s, k, dtype=dtype),
+        "transposed": randn(n, k, s, dtype=dtype).mT,
+        "some rows": randn(n, s + 9, k, dtype=dtype)[:, 5 : 5 + s],
+        "some columns": randn(n, s, k + 7, dtype=dtype)[..., 3 : 3 + k],
+        "every second row": randn(n, 2 * s, k, dtype=dtype)[:, ::2],
+        "every third column": randn(n, s, 3 * k, dtype=dtype)[..., ::3],
+        "expanded batch": randn(1, s, k, dtype=dtype).expand(n, -1, -1),
+        "expanded rows": randn(n, 1, k, dtype=dtype).expand(-1, s, -1),
+        "batch last": randn(s, k, n, dtype=dtype).permute(2, 0, 1),
+    }
 
 
 @pytest.mark.kernels_ci
 def test_only_what_lies_in_multiples_of_16_bytes_is_loaded_in_bulk(monkeypatch):
-    fitting = {"contiguous", "transposed", "some rows", "every second row"}
-    for name, A in views(2, 32, 48, torch.float16).items():
-        assert symmetric._can_be_described(A) == (name in fitting), name
-    assert not symmetric._can_be_described(randn(2, 16, 0, dtype=torch.float16))
-    assert not symmetric._can_be_described(randn(1, 16, 24, dtype=torch.float16).mT[:, 4:])
     seen = []
     described = symmetric._descriptor
     monkeypatch.setattr(symmetric, "_descriptor", lambda *args: seen.append(1) or described(*args))
-    X = randn(2, 32, 48, dtype=torch.float16)
-    for A, times in [(X, 2), (X[..., 1:33], 0)]:
+    fitting = {"contiguous", "transposed", "some rows", "every second row"}
+    others = {"no columns": randn(2, 16, 0, dtype=FP16)}
+    others["further in"] = randn(1, 16, 24, dtype=FP16).mT[:, 4:]
+    for name, A in {**views(2, 32, 48, FP16), **others}.items():
         product(A, A.mT, config=VARIANTS["in bulk"])
-        assert len(seen) == times
+        assert len(seen) == (2 if name in fitting else 0), name
         seen.clear()
 
 
+@pytest.mark.slow
+@every_variant
+@pytest.mark.parametrize("name", views(1, 1, 1))
+def test_strides_of_the_inputs_do_not_matter(name, config):
+    A = views(2, 24, 40)[name]
+    expected = product(A.contiguous(), A.contiguous().mT, config=plain_config(config))
+    for left, right in [(A, A.mT), (A.contiguous(), A.mT), (A, A.mT.contiguous())]:
+        assert torch.equal(product(left, right, config=config), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in views(1, 1, 1) if name != "expanded rows"])
+def test_strides_of_c_and_out_do_not_matter(name):
+    X, stored = randn(2, 24, 40), views(2, 24, 24)[name]
+    C = (stored.triu() + stored.triu(1).mT).contiguous()
+    plain = product(X, X.mT, beta=0.5, C=C, config=SMALL)
+    if name != "expanded batch":
+        out = views(2, 24, 24)[name]
+        symmetric_product(X, X.mT, 1.0, 0.5, stored.copy_(C), out, SMALL)
+        assert torch.equal(out, plain)
+    else:
+        stored = C[:1].expand(2, -1, -1)
+        assert torch.equal(product(X, X.mT, beta=0.5, C=stored, config=SMALL), plain)
+
+
+# -- memory that is shared, and what is read -------------------------------------------------------
+
+
+@every_variant
+def test_nothing_around_the_output_is_written(config):
+    X, around = randn(2, 21, 40), torch.full((4, 25, 30), 7.0, device=DEVICE)
+    before = around.clone()
+    out = around[1:3, 2:23, 4:25]
+    symmetric_product(X, X.mT, 1.0, 0.0, out, out, config)
+    assert torch.equal(out, product(X, X.mT, config=plain_config(config)))
+    out.copy_(before[1:3, 2:23, 4:25])
+    assert torch.equal(around, before)
+
+
+@pytest.mark.slow
+@every_variant
+@pytest.mark.parametrize("s", [50, 64])
+def test_c_may_be_the_output_itself(s, config):
+    X, C = randn(2, s, 16), gram(randn(2, s, 16))
+    expected = product(X, X.mT, alpha=0.5, beta=-2.0, C=C, config=plain_config(config))
+    for out in (C.clone(), C.mT.clone().mT):
+        symmetric_product(X, X.mT, 0.5, -2.0, out, out, config)
+        assert torch.equal(out, expected)  # a tile computed twice would have added C twice
+
+
+@every_variant
+def test_only_the_upper_triangle_of_c_is_used(config):
+    X, C = randn(2, 40, 24), gram(randn(2, 40, 24))
+    noise = C + randn(2, 40, 40, seed=1).tril(-1)
+    before = [(tensor, tensor.clone(), tensor._version) for tensor in (X, noise)]
+    out = product(X, X.mT, beta=1.0, C=noise, config=config)
+    assert torch.equal(out, product(X, X.mT, beta=1.0, C=C, config=plain_config(config)))
+    for tensor, value, version in before:
+        assert torch.equal(tensor, value) and tensor._version == version
+
+
 @pytest.mark.kernels_ci
-def test_order_of_tiles_changes_no_bit():
-    X = randn(2, 64, 32, dtype=torch.float16)
-    C = gram(randn(2, 64, 32)).half()
-    outs = [
-        product(X, X.mT, beta=0.5, C=C, config=dataclasses.replace(SMALL, group=group))
-        for group in (1, 3, 8)
-    ]
-    for out in outs[1:]:
-        assert torch.equal(out, outs[0])
+def test_where_beta_is_zero_c_is_not_read():
+    X, C = randn(3, 40, 24), torch.full((3, 40, 40), math.nan, device=DEVICE)
+    expected = product(X, X.mT, config=SMALL)
+    assert torch.equal(product(X, X.mT, beta=0.0, C=C, config=SMALL), expected)
+    assert product(X, X.mT, beta=1.0, C=C, config=SMALL).isnan().all()
 
 
-def test_a_batch_gives_bit_for_bit_what_its_matrices_give_alone():
-    X = randn(3, 32, 32, dtype=torch.float16)
-    together = product(X, X.mT, config=SMALL)
-    assert torch.equal(together, torch.cat([product(x, x.mT, config=SMALL) for x in X.split(1)]))
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter copies all 5 GB of it")
+def test_a_matrix_may_span_more_than_32_bits_of_offsets():
+    rows = torch.empty(40 * 2**26, dtype=FP16, device=DEVICE)
+    X = rows.as_strided((1, 40, 16), (1, 2**26, 1)).copy_(randn(1, 40, 16))
+    expected = product(X.contiguous(), X.contiguous().mT, config=SMALL)
+    assert torch.equal(product(X, X.mT, config=SMALL), expected)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA and ROCm have graphs")
+def test_a_launch_can_be_captured_in_a_graph():
+    X = randn(2, 256, 256, dtype=FP16)
+    out = product(X, X.mT)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        symmetric_product(X, X.mT, 1.0, 0.0, out, out)
+    X.copy_(randn(2, 256, 256, seed=1))
+    graph.replay()
+    assert_product(out, X, X.mT)
+
+
+# -- numbers of tiles ------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["first", "side"])
@@ -263,257 +349,38 @@ def test_every_tile_on_and_above_the_diagonal_has_one_number(group):
 
 def test_numbers_of_tiles_are_exact_where_floats_are_not():
     # At 2³¹ tiles, neighbours of fp32 are 128 apart.
-    side = 65535
     rows, cols = torch.empty(2, 8, dtype=torch.int64, device=DEVICE)
     for col in (4095, 5793, 8191, 16384, 32767, 46340, 46341, 65534):
         start = col * (col + 1) // 2
-        number_tiles[(1,)](start - 4, rows, cols, side, GROUP=1, COUNT=8)
+        number_tiles[(1,)](start - 4, rows, cols, 65535, GROUP=1, COUNT=8)
         expected = [(col - 4 + i, col - 1) for i in range(4)] + [(i, col) for i in range(4)]
         assert list(zip(rows.tolist(), cols.tolist())) == expected
 
 
-class Launches:
-    """Takes the place of a kernel, and keeps what it would have been launched with."""
-
-    def __init__(self):
-        self.grids = []
-
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-        return lambda *arguments, **constants: None
-
-
-def rounds(programs: int, processors: int) -> int:
-    """When the last of equally long programs ends, on processors that take one when they are free.
-
-    The hardware starts programs in their order.
-    """
-    free_at = [0] * processors
-    for _ in range(programs):
-        heapq.heappush(free_at, heapq.heappop(free_at) + 1)
-    return max(free_at)
-
-
-@pytest.mark.parametrize(
-    ("batch", "s", "k"),
-    [(1, 4096, 4096), (4, 4096, 14336), (16, 768, 2048), (32, 1024, 4096), (8, 2048, 2048)],
-)
-@pytest.mark.parametrize("taken", [0, 16, 32])
-def test_processors_that_collectives_hold_slow_products_by_their_share(
-    batch, s, k, taken, monkeypatch
-):
-    h100 = launching.CompileTarget("d", "sm_90", "cuda", 132)
-    launches = Launches()
-    monkeypatch.setattr(symmetric, "_symmetric_kernel", launches)
-    monkeypatch.setattr(launching, "compile_target", lambda device: h100)
-    X, out = (torch.empty(batch, s, n, dtype=torch.float16, device=DEVICE) for n in (k, s))
-    symmetric_product(X, X.mT, 1.0, 0.0, out, out)
-    ((programs, *_),) = launches.grids
-    config = launching.choose(torch.float16, s, k, batch, True, h100)
-    tiles = batch * dataclasses.replace(config, width=1).programs(s)
-    # A program that has several tiles counts as often.
-    rounds_taken = -(-tiles // programs) * rounds(programs, h100.processors - taken)
-    assert rounds_taken <= 1.3 * tiles / (h100.processors - taken)
-
-
-def test_wide_offsets_change_no_bit(monkeypatch):
-    X, C = randn(3, 50, 24), gram(randn(3, 50, 24))
-    expected = product(X, X.mT, beta=0.5, C=C, config=SMALL)
-    monkeypatch.setattr(symmetric, "INT32_MAX", 5)
-    forget()
-    assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=SMALL), expected)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter copies all 5 GB of it")
-def test_a_matrix_may_span_more_than_32_bits_of_offsets():
-    rows = torch.empty(40 * 2**26, dtype=torch.float16, device=DEVICE)
-    X = rows.as_strided((1, 40, 16), (1, 2**26, 1)).copy_(randn(1, 40, 16))
-    expected = product(X.contiguous(), X.contiguous().mT, config=SMALL)
-    assert torch.equal(product(X, X.mT, config=SMALL), expected)
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA and ROCm have graphs")
-def test_a_launch_can_be_captured_in_a_graph():
-    X = randn(2, 256, 256, dtype=torch.float16)
-    out = product(X, X.mT)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        symmetric_product(X, X.mT, 1.0, 0.0, out, out)
-    X.copy_(randn(2, 256, 256, seed=1))
-    graph.replay()
-    assert_product(out, expected_product(X, X.mT))
-
-
-# Strides
-
-
-def views(n, s, k, dtype=torch.float32):
-    """The same sizes, stored in other ways."""
-    return {
-        "contiguous": randn(n, s, k, dtype=dtype),
-        "transposed": randn(n, k, s, dtype=dtype).mT,
-        "some rows": randn(n, s + 9, k, dtype=dtype)[:, 5 : 5 + s],
-        "some columns": randn(n, s, k + 7, dtype=dtype)[..., 3 : 3 + k],
-        "every second row": randn(n, 2 * s, k, dtype=dtype)[:, ::2],
-        "every third column": randn(n, s, 3 * k, dtype=dtype)[..., ::3],
-        "expanded batch": randn(1, s, k, dtype=dtype).expand(n, -1, -1),
-        "expanded rows": randn(n, 1, k, dtype=dtype).expand(-1, s, -1),
-        "batch last": randn(s, k, n, dtype=dtype).permute(2, 0, 1),
-    }
-
-
-@pytest.mark.slow
-@every_variant
-@pytest.mark.parametrize("name", views(1, 1, 1))
-def test_strides_of_the_inputs_do_not_matter(name, config):
-    A = views(2, 24, 40)[name]
-    expected = product(A.contiguous(), A.contiguous().mT, config=plain_config(config))
-    for left, right in [(A, A.mT), (A.contiguous(), A.mT), (A, A.mT.contiguous())]:
-        assert torch.equal(product(left, right, config=config), expected)
-
-
-@pytest.mark.parametrize("name", [name for name in views(1, 1, 1) if name != "expanded rows"])
-def test_strides_of_c_and_out_do_not_matter(name):
-    X, stored = randn(2, 24, 40), views(2, 24, 24)[name]
-    C = (stored.triu() + stored.triu(1).mT).contiguous()
-    if name != "expanded batch":
-        C = stored.copy_(C)
-    plain = product(X, X.mT, beta=0.5, C=C.contiguous(), config=SMALL)
-    assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=SMALL), plain)
-    if name != "expanded batch":
-        out = views(2, 24, 24)[name]
-        symmetric_product(X, X.mT, 1.0, 0.5, C, out, SMALL)
-        assert torch.equal(out, plain)
-
-
-@every_variant
-def test_nothing_around_the_output_is_written(config):
-    X = randn(2, 21, 40)
-    around = torch.full((4, 25, 30), 7.0, device=DEVICE)
-    before = around.clone()
-    out = around[1:3, 2:23, 4:25]
-    symmetric_product(X, X.mT, 1.0, 0.0, out, out, config)
-    assert torch.equal(out, product(X, X.mT, config=plain_config(config)))
-    out.copy_(before[1:3, 2:23, 4:25])
-    assert torch.equal(around, before)
-
-
-# Memory that is shared, and what is read
-
-
-@pytest.mark.slow
-@every_variant
-@pytest.mark.parametrize("s", [50, 64])
-def test_c_may_be_the_output_itself(s, config):
-    X, C = randn(2, s, 16), gram(randn(2, s, 16))
-    expected = product(X, X.mT, alpha=0.5, beta=-2.0, C=C, config=plain_config(config))
-    for out in (C.clone(), C.mT.clone().mT):
-        symmetric_product(X, X.mT, 0.5, -2.0, out, out, config)
-        assert torch.equal(out, expected)  # a tile computed twice would have added C twice
-
-
-@every_variant
-def test_only_the_upper_triangle_of_c_is_used(config):
-    X, C = randn(2, 40, 24), gram(randn(2, 40, 24))
-    noise = C + randn(2, 40, 40, seed=1).tril(-1)
-    out = product(X, X.mT, beta=1.0, C=noise, config=config)
-    expected = product(X, X.mT, beta=1.0, C=C, config=plain_config(config))
-    assert torch.equal(out, expected)
-
-
-def test_inputs_are_never_modified():
-    A, C = gram(randn(2, 40, 24)), gram(randn(2, 40, 24))
-    before = [(tensor.clone(), tensor._version) for tensor in (A, C)]
-    product(A, A, beta=1.0, C=C, config=SMALL)
-    for tensor, (value, version) in zip((A, C), before):
-        assert torch.equal(tensor, value) and tensor._version == version
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_inf_and_nan_stay_within_their_own_matrix(bad):
-    X = randn(3, 40, 24)
-    expected = product(X, X.mT, config=SMALL)
-    X[1, 5, 7] = bad
-    out = product(X, X.mT, config=SMALL)
-    assert torch.equal(out[[0, 2]], expected[[0, 2]])
-    assert not out[1, 5].isfinite().any() and not out[1, :, 5].isfinite().any()
-    keep = torch.arange(40) != 5
-    assert torch.equal(out[1][keep][:, keep], expected[1][keep][:, keep])
+# -- configurations --------------------------------------------------------------------------------
 
 
 @pytest.mark.kernels_ci
-def test_where_beta_is_zero_c_is_not_read():
-    X, C = randn(3, 40, 24), torch.full((3, 40, 40), math.nan, device=DEVICE)
-    expected = product(X, X.mT, config=SMALL)
-    assert torch.equal(product(X, X.mT, beta=0.0, C=C, config=SMALL), expected)
-    assert product(X, X.mT, beta=1.0, C=C, config=SMALL).isnan().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_overflow_are_kept_when_rounding(dtype):
-    X = torch.tensor([[[3e38, 0.0], [1.0, math.nan]]], device=DEVICE)
-    out = product(X, X.mT, dtype)
-    assert out[0, 0, 0] == math.inf and out[0, 0, 1].isnan() and out[0, 1, 1].isnan()
-
-
-# Empty shapes
-
-
-def test_empty_shapes_are_left_alone():
-    for n, s, k in [(0, 4, 3), (2, 0, 3), (0, 0, 0), (0, 4, 0)]:
-        A = randn(n, s, k)
-        assert product(A, A.mT).shape == (n, s, s)
-
-
-def test_products_over_nothing_leave_c():
-    A, C = randn(2, 20, 0), gram(randn(2, 20, 5))
-    assert torch.equal(product(A, A.mT), torch.zeros(2, 20, 20, device=DEVICE))
-    expected = 2 * C
-    out = product(A, A.mT, beta=2.0, C=C)
-    assert torch.equal(out, expected.triu() + expected.triu(1).mT)
-
-
-# Configurations
-
-
-ARCHITECTURES = [
-    *(("sm_80", "cuda", 108), ("sm_90", "cuda", 132), ("sm_100", "cuda", 148)),
-    *(("gfx942", "hip", 304), ("sm_75", "cuda", 40), ("gfx1100", "hip", 96), ("xpu", "xpu", 64)),
+@pytest.mark.parametrize("architecture, backend, processors", [
+    ("sm_80", "cuda", 108), ("sm_90", "cuda", 132), ("sm_100", "cuda", 148), ("sm_75", "cuda", 40),
+    ("gfx942", "hip", 304), ("gfx1100", "hip", 96), ("xpu", "xpu", 64),
     ("interpreter", "interpreter", 4),
-]
-
-
-def choose(dtype, s, k, batch, aligned, target):
-    return launching.choose(dtype, s, k, batch, aligned, target)
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("architecture, backend, processors", ARCHITECTURES)
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, processors):
-    target = launching.CompileTarget("unknown", architecture, backend, processors)
-    rules = launching.rules_of(dtype, architecture, backend)
-    possible = {rule.config for rule in rules}  # what test_triton_compile.py compiles
-    sizes = itertools.product(
-        (1, 17, 128, 512, 4096, 4112, 65536), (1, 4096), (1, 128), (False, True)
-    )
-    found = {choose(dtype, *size, target) for size in sizes}
-    assert found == possible
+    target = CompileTarget("unknown", architecture, backend, processors)
+    possible = {rule.config for rule in launching.rules_of(dtype, architecture, backend)}
+    sides = (1, 17, 128, 512, 4096, 4112, 65536)
+    sizes = itertools.product(sides, (1, 4096), (1, 128), (False, True))
+    assert {choose(dtype, *size, target) for size in sizes} == possible
 
 
-def test_large_tiles_are_for_many_of_them():
-    target = launching.CompileTarget("unknown", "sm_90", "cuda", 132)
-    blocks = [
-        choose(torch.float16, s, s, batch, aligned, target).block
-        for s, batch, aligned in [
-            (1024, 1, True),
-            (4096, 1, True),
-            (1024, 8, True),
-            (128, 999, True),
-        ]
-    ]
-    assert blocks == [64, 128, 128, 64]
-    assert choose(torch.float16, 4096, 4096, 1, False, target).block == 64
+@pytest.mark.parametrize("s, batch, aligned, block", [
+    (1024, 1, True, 64), (4096, 1, True, 128), (1024, 8, True, 128), (128, 999, True, 64),
+    (4096, 1, False, 64), (192, 50, True, 128), (191, 999, True, 64), (512, 1, True, 64),
+])  # fmt: skip
+def test_large_tiles_are_for_many_of_them(s, batch, aligned, block):
+    assert choose(FP16, s, s, batch, aligned, H100).block == block
 
 
 @pytest.fixture
@@ -527,22 +394,21 @@ def measured(monkeypatch):
 
 def test_the_nearest_measurement_comes_before_the_heuristic(measured):
     keys = [
-        ("float16", 1024, 1024, 1),
-        ("float16", 4096, 4096, 1),
-        ("float16", 768, 2048, 128),
-        ("float32", 1024, 1024, 1),
-        ("bfloat16", 1024, 1024, 1),
+        *(("float16", 1024, 1024, 1), ("float16", 4096, 4096, 1), ("float16", 768, 2048, 128)),
+        *(("float32", 1024, 1024, 1), ("bfloat16", 1024, 1024, 1)),
     ]
-    measured["chip"] = {key: dataclasses.replace(SMALL, group=n) for n, key in enumerate(keys, 1)}
-    target = launching.CompileTarget("chip", "sm_90", "cuda", 132)
-    sizes = [(1000, 1000, 1), (8192, 8192, 1), (900, 1024, 64), (1, 1, 1)]
-    assert [choose(torch.float16, *size, True, target).group for size in sizes] == [1, 2, 3, 1]
-    assert choose(torch.float32, 4096, 4096, 1, True, target).group == 4
-    assert choose(torch.bfloat16, 1024, 1024, 1, True, target).group == 5
-    assert choose(torch.bfloat16, 4096, 4096, 1, True, target).group == 2
+    measured["chip"] = {key: replace(SMALL, group=n) for n, key in enumerate(keys, 1)}
+    target = CompileTarget("chip", "sm_90", "cuda", 132)
+    for dtype, *size, group in [
+        *((FP16, 1000, 1000, 1, 1), (FP16, 8192, 8192, 1, 2), (FP16, 900, 1024, 64, 3)),
+        *((FP16, 1, 1, 1, 1), (FP32, 4096, 4096, 1, 4), (BF16, 1024, 1024, 1, 5)),
+        (BF16, 4096, 4096, 1, 2),
+    ]:
+        assert choose(dtype, *size, True, target).group == group
+    assert choose(FP16, 1000, 1000, 1, False, target) != measured["chip"][keys[0]]
 
 
-# The tuner
+# -- the tuner -------------------------------------------------------------------------------------
 
 
 def tuner():
@@ -558,17 +424,13 @@ def tuner():
 
 def test_the_tuner_runs_dry(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tune.py", "--dry-run", "--dtypes", "float16"])
-    assert tuner().main() == 0
-    assert "nothing was timed" in capsys.readouterr().out
+    assert tuner().main() == 0 and "nothing was timed" in capsys.readouterr().out
 
 
 def test_what_the_tuner_prints_is_what_is_looked_up(measured):
-    tune = tuner()
     wide = VARIANTS["wide, in bulk"]
     entries = {("float16", 1024, 2048, 3): SMALL, ("float32", 64, 64, 1): wide}
-    text = tune.text_of("chip", entries)
-    assert max(map(len, text.splitlines())) <= 100
+    text = tuner().text_of("chip", entries)
     measured.update(eval("{" + text + "}", {"SymmetricConfig": SymmetricConfig}))
-    assert measured == {"chip": entries}
-    target = launching.CompileTarget("chip", "sm_90", "cuda", 132)
-    assert choose(torch.float32, 64, 64, 1, True, target) == wide
+    assert measured == {"chip": entries} and max(map(len, text.splitlines())) <= 100
+    assert choose(FP32, 64, 64, 1, True, CompileTarget("chip", "sm_90", "cuda", 132)) == wide
