@@ -322,13 +322,11 @@ def test_a_language_model_is_balanced_in_all_and_chunk_by_chunk(ranks, device):
 
 
 def test_small_matrices_that_few_owners_get_join_chunks_in_which_all_have_work():
-    shapes = llama(10, 64, 224, 16)  # 30 large matrices: 2 of 16 owners have one less
+    shapes = llama(10, 128, 448, 16)  # 30 large matrices: 2 of 16 owners have one less
     entries = entries_of(shapes, sharded(16))
-    plans = [make_plan(entries, rank, staging_bytes=1) for rank in range(16)]
-    loads = loads_of(plans[0])
+    loads = loads_of(make_plan(entries, staging_bytes=1))
     assert len(loads.by_chunk) == 3
     assert all(min(of_chunk) > 0.75 * max(of_chunk) for of_chunk in loads.by_chunk)
-    simulate(entries, plans)
 
 
 # -- staging -------------------------------------------------------------------------------------
