@@ -148,12 +148,6 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def edit(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {file}"
-    file.write_text(text.replace(old, new))
-
-
 def branch(contents: Contents, name: str) -> Files:
     return contents[KERNEL].files(name)
 
@@ -180,9 +174,14 @@ def releases(tmp_path_factory):
         package = source / "torch-ext" / "optimizer"
         for module in package.rglob("*.py"):
             module.write_text(f"{module.read_text()}\nRELEASE = {source.name!r}\n")
-        edit(package / "muon.py", "momentum: float = 0.95,", f"momentum: float = {momentum},")
-    edit(second / "build.toml", "version = 1", "version = 2")
-    edit(changed / "CARD.md", "Muon for PyTorch models,", "Muon, changed, for PyTorch models,")
+        text = (package / "muon.py").read_text()
+        default = "momentum: float = 0.95,"
+        assert text.count(default) == 1
+        (package / "muon.py").write_text(text.replace(default, f"momentum: float = {momentum},"))
+    config = (second / "build.toml").read_text()
+    (second / "build.toml").write_text(config.replace("version = 1", "version = 2"))
+    with (changed / "CARD.md").open("a") as card:
+        card.write("Changed.\n")
     (changed / "benchmarks" / "tune.py").unlink()
     for source in (changed, second):
         commit(source)

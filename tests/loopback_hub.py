@@ -1,8 +1,8 @@
 """A Hub for kernel repositories on 127.0.0.1: repositories, branches, commits and files in memory.
 
-It answers what `kernels` 0.17.2 and `huggingface_hub` 2.4 ask for when they publish, load, lock and
-download kernels, and fails where a test asks it to. `HF_ENDPOINT` is read when the clients are
-imported, so they run in processes of their own.
+It answers what `kernels` 0.17.2 and `huggingface_hub` 2.4 ask for when they publish, load and
+download kernels (neither brings a server of its own), and fails where a test asks it to.
+`HF_ENDPOINT` is read when the clients are imported, so they run in processes of their own.
 """
 
 import base64
@@ -36,13 +36,13 @@ class Repository:
         self.branches[branch] = oid
         return oid
 
-    def files(self, revision: str) -> Files:
-        return self.commits[self.branches.get(revision, revision)]
+    def files(self, branch: str) -> Files:
+        return self.commits[self.branches[branch]]
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests whose "METHOD /path" matches `pattern`.
+    """What goes wrong with the next request whose "METHOD /path" matches `pattern`.
 
     `meanwhile` runs first. `status` answers with that error; `drop` closes the connection in place
     of an answer, after the request was served if `served`; `cut` does so after half of the body.
@@ -50,18 +50,16 @@ class Fault:
 
     pattern: str
     status: int = 0
-    message: str = ""
     drop: bool = False
     served: bool = False
     cut: bool = False
-    meanwhile: Callable[[], object] | None = None
-    times: int = 1
+    meanwhile: Callable[[], object] = lambda: None
+    is_met: bool = False
 
 
 class Error(Exception):
-    def __init__(self, status: int, code: str = "", message: str = "", **body: str):
-        self.status, self.code, self.message = status, code, message
-        self.body = {"error": message, **body}
+    def __init__(self, status: int, code: str = "", **body: str):
+        self.status, self.code, self.body = status, code, {"error": code, **body}
 
 
 class Hub:
@@ -69,7 +67,6 @@ class Hub:
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
-        self.trusted: set[str] = set()
         # Rights of tokens: "write" to repositories that exist, "create" new ones.
         self.tokens: dict[str, set[str]] = {"writer": {"write", "create"}}
         self.faults: list[Fault] = []
@@ -78,14 +75,8 @@ class Hub:
         self.lock = threading.Lock()
 
     def __enter__(self) -> "Hub":
-        hub = self
-
-        class Handler(RequestHandler):
-            def __init__(self, *args: Any) -> None:
-                self.hub = hub
-                super().__init__(*args)
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (RequestHandler,), {"hub": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
@@ -99,26 +90,14 @@ class Hub:
         """A copy of all repositories, to compare with or to put back."""
         return copy.deepcopy(self.repositories)
 
-    def fault_of(self, request: str) -> Fault | None:
+    def fault_of(self, request: str) -> Fault:
         with self.lock:
             self.requests.append(request)
             for fault in self.faults:
-                if fault.times > 0 and re.search(fault.pattern, request):
-                    fault.times -= 1
+                if not fault.is_met and re.search(fault.pattern, request):
+                    fault.is_met = True
                     return fault
-        return None
-
-    def repository(self, name: str, token: str | None) -> Repository:
-        repository = self.repositories.get(name)
-        if repository is None or (repository.private and token not in self.tokens):
-            raise Error(401 if token is None else 404, "RepoNotFound", "Repository not found")
-        return repository
-
-    def require(self, right: str, token: str | None, message: str) -> None:
-        if token not in self.tokens:
-            raise Error(401, message="Invalid username or password.")
-        if right not in self.tokens[token]:
-            raise Error(403, message=message)
+        return Fault("")
 
 
 class RequestHandler(BaseHTTPRequestHandler):
@@ -128,51 +107,36 @@ class RequestHandler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_GET(self) -> None:
-        self.serve()
-
-    def do_HEAD(self) -> None:
-        self.serve()
-
-    def do_POST(self) -> None:
-        self.serve()
-
     def serve(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         url = urlsplit(self.path)
         self.query = parse_qs(url.query)
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         fault = self.hub.fault_of(f"{self.command} {unquote(url.path)}")
+        self.close_connection |= fault.drop or fault.cut
+        headers: dict[str, str] = {}
         try:
-            if fault and fault.meanwhile:
-                fault.meanwhile()
-            if fault and fault.status:
-                raise Error(fault.status, message=fault.message)
-            if fault and fault.drop and not fault.served:
-                return self.drop()
+            fault.meanwhile()
+            if fault.status:
+                raise Error(fault.status)
+            if fault.drop and not fault.served:
+                return
             with self.hub.lock:
                 status, headers, content = self.route(url.path)
-            if fault and fault.drop:
-                return self.drop()
+            if fault.drop:
+                return
         except Error as error:
+            status, headers = error.status, {"X-Error-Code": error.code}
             content = json.dumps(error.body).encode()
-            headers = {"X-Error-Code": error.code, "X-Error-Message": error.message}
-            status, fault = error.status, None
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
             if value:
                 self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return None
-        if fault and fault.cut:
-            self.wfile.write(content[: len(content) // 2])
-            return self.drop()
-        self.wfile.write(content)
-        return None
+        if self.command != "HEAD":
+            self.wfile.write(content[: len(content) // 2] if fault.cut else content)
 
-    def drop(self) -> None:
-        self.close_connection = True
+    do_GET = do_HEAD = do_POST = serve
 
     def route(self, path: str) -> tuple[int, dict[str, str], bytes]:
         for pattern, answer in ROUTES.items():
@@ -183,49 +147,54 @@ class RequestHandler(BaseHTTPRequestHandler):
                 if isinstance(answered, tuple):
                     return answered
                 content = json.dumps({} if answered is None else answered).encode()
-                status = 201 if answered is None else 200
-                return status, {"Content-Type": "application/json"}, content
-        raise Error(404, message=f"no such address: {path}")
+                return 201 if answered is None else 200, {}, content
+        raise Error(404)
+
+    def repository(self, name: str) -> Repository:
+        repository = self.hub.repositories.get(name)
+        if repository is None or (repository.private and self.token not in self.hub.tokens):
+            raise Error(401 if self.token is None else 404, "RepoNotFound")
+        return repository
+
+    def require(self, right: str) -> None:
+        if self.token not in self.hub.tokens:
+            raise Error(401)
+        if right not in self.hub.tokens[self.token]:
+            raise Error(403)
 
     def files(self, name: str, revision: str) -> tuple[str, Files]:
         """The commit that `revision` names, and its files."""
-        repository = self.hub.repository(name, self.token)
-        revision = revision.removeprefix("refs/heads/")
+        repository, revision = self.repository(name), revision.removeprefix("refs/heads/")
         oid = repository.branches.get(revision, revision)
         if oid not in repository.commits:
-            raise Error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise Error(404, "RevisionNotFound")
         return oid, repository.commits[oid]
 
     def organization(self, name: str) -> dict:
-        trusted = name in self.hub.trusted
         names = {"name": name, "fullname": name, "avatarUrl": ""}
-        return {**names, "trustedKernelPublisher": trusted}
+        return {**names, "trustedKernelPublisher": False}
 
     def information(self, name: str, revision: str = "main") -> dict:
         oid, _ = self.files(name, revision)
-        return {"id": name, "sha": oid, "private": self.hub.repositories[name].private}
+        return {"id": name, "sha": oid, "private": self.repository(name).private}
 
     def references(self, name: str) -> dict:
-        branches = self.hub.repository(name, self.token).branches
-        return {
-            "tags": [],
-            "converts": [],
-            "branches": [
-                {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": oid}
-                for branch, oid in branches.items()
-            ],
-        }
+        branches = [
+            {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": oid}
+            for branch, oid in self.repository(name).branches.items()
+        ]
+        return {"tags": [], "converts": [], "branches": branches}
 
     def tree(self, name: str, revision: str, folder: str = "") -> list[dict]:
         _, files = self.files(name, revision)
         prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
-        inside = {path: files[path] for path in files if path.startswith(prefix)}
+        inside = {path: files[path] for path in sorted(files) if path.startswith(prefix)}
         if prefix and not inside:
-            raise Error(404, "EntryNotFound", f"{folder} does not exist on {revision}")
+            raise Error(404, "EntryNotFound")
         if self.query.get("recursive") == ["true"]:
-            return [file_entry(path, content) for path, content in sorted(inside.items())]
+            return [file_entry(path, content) for path, content in inside.items()]
         entries: dict[str, dict] = {}
-        for path, content in sorted(inside.items()):
+        for path, content in inside.items():
             child, slash, _ = path.removeprefix(prefix).partition("/")
             folder_entry = {"type": "directory", "path": prefix + child, "size": 0, "oid": "0" * 40}
             entries[child] = folder_entry if slash else file_entry(path, content)
@@ -234,7 +203,7 @@ class RequestHandler(BaseHTTPRequestHandler):
     def resolve(self, name: str, revision: str, path: str) -> tuple[int, dict[str, str], bytes]:
         oid, files = self.files(name, revision)
         if path not in files:
-            raise Error(404, "EntryNotFound", f"{path} does not exist on {revision}")
+            raise Error(404, "EntryNotFound")
         content = files[path]
         if self.command == "GET":
             content = self.hub.corrupted.get(path, content)
@@ -242,55 +211,48 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def create(self) -> dict:
         asked = json.loads(self.body)
-        owner = asked["organization"]
-        name = f"{owner}/{asked['name']}"
-        self.hub.require("create", self.token, f"You can't create a kernel under {owner}")
+        name = f"{asked['organization']}/{asked['name']}"
+        self.require("create")
         url = f"{self.hub.url}/kernels/{name}"
         if name in self.hub.repositories:
-            raise Error(409, message="You already created this kernel repo", url=url)
+            raise Error(409, url=url)
         repository = Repository(private=asked.get("visibility") == "private")
         repository.commit("main", {".gitattributes": b""})
         self.hub.repositories[name] = repository
         return {"url": url}
 
     def create_branch(self, name: str, branch: str) -> None:
-        repository = self.hub.repository(name, self.token)
-        self.hub.require("write", self.token, "You have no write access to this repository")
-        if branch in repository.branches:
-            raise Error(409, message=f"Reference already exists: {branch}")
+        repository = self.repository(name)
+        self.require("write")
         repository.branches[branch] = repository.branches["main"]
 
     def preupload(self, name: str, branch: str) -> dict:
         _, files = self.files(name, branch)
-        self.hub.require("write", self.token, "You have no write access to this repository")
+        self.require("write")
         answers = []
-        for file in json.loads(self.body)["files"]:
-            known = {"oid": blob_oid(files[file["path"]])} if file["path"] in files else {}
-            regular = {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-            answers.append({**regular, **known})
+        for path in (file["path"] for file in json.loads(self.body)["files"]):
+            known = {"oid": blob_oid(files[path])} if path in files else {}
+            answers.append({"path": path, "uploadMode": "regular", "shouldIgnore": False, **known})
         return {"files": answers}
 
     def commit(self, name: str, branch: str) -> dict:
-        parent, files = self.files(name, branch)
-        self.hub.require("write", self.token, "You have no write access to this repository")
-        files = dict(files)
-        for line in self.body.splitlines():
-            entry = json.loads(line)
+        parent, there = self.files(name, branch)
+        self.require("write")
+        files = dict(there)
+        for entry in map(json.loads, self.body.splitlines()):
             key, value = entry["key"], entry["value"]
-            if key == "header":
-                if value.get("parentCommit", parent) != parent:
-                    raise Error(412, message="A commit has happened since. Please refresh.")
-            elif key == "file":
+            if key == "header" and value.get("parentCommit", parent) != parent:
+                raise Error(412)
+            if key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif key == "deletedFile" and files.pop(value["path"], None) is None:
-                raise Error(404, "EntryNotFound", f"{value['path']} does not exist")
-        oid = self.hub.repositories[name].commit(branch, files)
-        url = f"{self.hub.url}/kernels/{name}/commit/{oid}"
-        return {"commitOid": oid, "commitUrl": url}
+            elif key == "deletedFile":
+                del files[value["path"]]
+        oid = self.repository(name).commit(branch, files)
+        return {"commitOid": oid, "commitUrl": f"{self.hub.url}/kernels/{name}/commit/{oid}"}
 
     def validate_yaml(self) -> dict:
         if not json.loads(self.body)["content"].startswith("---\n"):
-            raise Error(400, message="README.md has no metadata")
+            raise Error(400)
         return {"errors": [], "warnings": []}
 
 
@@ -303,18 +265,18 @@ def file_entry(path: str, content: bytes) -> dict:
     return {"type": "file", "path": path, "size": len(content), "oid": blob_oid(content)}
 
 
-NAME = "([^/]+/[^/]+)"
+KERNEL = "/api/kernels/([^/]+/[^/]+)"
 ROUTES: dict[str, Callable[..., Any]] = {
     "GET /api/organizations/([^/]+)/overview": RequestHandler.organization,
-    f"GET /api/kernels/{NAME}": RequestHandler.information,
-    f"GET /api/kernels/{NAME}/revision/([^/]+)": RequestHandler.information,
-    f"GET /api/kernels/{NAME}/refs": RequestHandler.references,
-    f"GET /api/kernels/{NAME}/tree/([^/]+)": RequestHandler.tree,
-    f"GET /api/kernels/{NAME}/tree/([^/]+)/(.+)": RequestHandler.tree,
-    f"GET /kernels/{NAME}/resolve/([^/]+)/(.+)": RequestHandler.resolve,
+    f"GET {KERNEL}": RequestHandler.information,
+    f"GET {KERNEL}/revision/([^/]+)": RequestHandler.information,
+    f"GET {KERNEL}/refs": RequestHandler.references,
+    f"GET {KERNEL}/tree/([^/]+)": RequestHandler.tree,
+    f"GET {KERNEL}/tree/([^/]+)/(.+)": RequestHandler.tree,
+    "GET /kernels/([^/]+/[^/]+)/resolve/([^/]+)/(.+)": RequestHandler.resolve,
     "POST /api/repos/create": RequestHandler.create,
-    f"POST /api/kernels/{NAME}/branch/([^/]+)": RequestHandler.create_branch,
-    f"POST /api/kernels/{NAME}/preupload/([^/]+)": RequestHandler.preupload,
-    f"POST /api/kernels/{NAME}/commit/([^/]+)": RequestHandler.commit,
+    f"POST {KERNEL}/branch/([^/]+)": RequestHandler.create_branch,
+    f"POST {KERNEL}/preupload/([^/]+)": RequestHandler.preupload,
+    f"POST {KERNEL}/commit/([^/]+)": RequestHandler.commit,
     "POST /api/validate-yaml": RequestHandler.validate_yaml,
 }

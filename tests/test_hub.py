@@ -29,8 +29,7 @@ def trained(releases, tmp_path_factory):
         subprocess.run(build, check=True, capture_output=True)
         client = Client(DEAD, tmp_path_factory.mktemp("home"))
         results += client.python("show(train(load()))", LOCAL_KERNELS=f"{KERNEL}={source}")
-    first, second = results
-    assert first != second
+    assert len(set(results)) == 2
     return results
 
 
@@ -44,40 +43,32 @@ refused = attempt(load, trust_remote_code=False)
 optimizer = load()
 show(refused, optimizer.__name__, train(optimizer))
 """)
-    assert refused.startswith("ValueError: Kernel repository 'org/optimizer' is not from a trusted")
-    assert "Set trust_remote_code=True or add the repository ID" in refused
-    assert name == build_id(releases.first)
-    assert result == trained[0]
+    assert refused.startswith("ValueError: ") and "trust_remote_code" in refused
+    assert (name, result) == (build_id(releases.first), trained[0])
 
 
 def test_two_versions_train_side_by_side_as_each_does_alone(hub, client, releases, trained):
     hub.repositories = copy.deepcopy(releases.both)
-    names, results, strangers, marks, instance = client.python("""
+    names, results, mixed, instance = client.python("""
 one, two = load(), load(version=2)
 results = [train(one), train(two), train(one)]
-modules = {name: module for name, module in sys.modules.items() if "_optimizer_" in name}
-strangers = [
-    name for name, module in modules.items()
-    for value in vars(module).values()
+builds = {name: m for name, m in sys.modules.items() if "_optimizer_" in name}
+mixed = [
+    name for name, module in builds.items() for value in vars(module).values()
     if (getattr(value, "__module__", None) or "").startswith("_optimizer_")
     and value.__module__.split(".")[0] != name.split(".")[0]
 ]
-marks = {name.split(".")[0]: set() for name in modules}
-for name, module in modules.items():
-    marks[name.split(".")[0]].add(getattr(module, "RELEASE", "first"))
+mixed += [
+    name for name, module in builds.items()
+    if name.startswith(one.__name__) == (getattr(module, "RELEASE", "first") == "second")
+    and not name.endswith("_ops")  # which the build writes
+]
 optim = two.Muon([{"params": [torch.nn.Parameter(torch.ones(2, 2))], "use_muon": True}])
-marks = {name: sorted(found) for name, found in marks.items()}
-show([one.__name__, two.__name__], results, strangers, marks, isinstance(optim, one.Muon))
+show([one.__name__, two.__name__], results, mixed, isinstance(optim, one.Muon))
 """)
     assert names == [build_id(releases.both), build_id(releases.both, "v2")]
     assert results == [trained[0], trained[1], trained[0]]
-    assert strangers == [], "modules of one version hold objects of the other's"
-    # The module that registers operators is written by the build.
-    assert {name: set(found) - {"first"} for name, found in marks.items()} == {
-        names[0]: set(),
-        names[1]: {"second"},
-    }
-    assert not instance
+    assert mixed == [] and not instance
 
 
 def test_a_republished_version_reaches_old_and_new_caches(hub, client, releases, tmp_path):
@@ -146,8 +137,7 @@ exec(check, {{}})
 show(found, list(map(str, folder.rglob("*.pyc"))), result)
 """)
     for name, told in zip(names, found, strict=True):
-        assert told.startswith("RuntimeError: ")
-        assert f"{VARIANT}/{name} is bytecode or a link" in told
+        assert told.startswith("RuntimeError: ") and f"{VARIANT}/{name}" in told
     assert bytecode == [] and result == trained[0]
 
 
@@ -159,22 +149,20 @@ def test_what_is_not_published_is_named(hub, client):
 show(attempt(load), attempt(load, version=7), attempt(get_kernel, "org/other", version=1,
      trust_remote_code=True))
 """)
-    assert no_variant.startswith("FileNotFoundError: Cannot find a build variant for this system")
-    assert "does not match system backend" in no_variant
-    assert no_version == "ValueError: Version 7 not found, available versions: 1"
+    assert no_variant.startswith("FileNotFoundError: ")
+    assert no_version.startswith("ValueError: Version 7")
     assert no_kernel.startswith("RepositoryNotFoundError: 401")
 
 
 def test_a_download_that_breaks_off_is_resumed_or_raises_and_completes_the_next_time(
     hub, client, trained
 ):
-    resumed = [
+    hub.faults = [
         Fault(f"GET .*/{VARIANT}/core.py", cut=True),
         Fault(f"GET .*/{VARIANT}/adamw.py", drop=True),
         Fault(f"HEAD .*/{VARIANT}/presets.py", status=500),
+        Fault(f"GET .*/{VARIANT}/muon.py", status=500),  # which alone is not resumed
     ]
-    raised = Fault(f"GET .*/{VARIANT}/muon.py", status=500)
-    hub.faults = [*resumed, raised]
     first, result = client.python("""
 first = attempt(load)
 optimizer = load()
@@ -182,19 +170,16 @@ show(first, train(optimizer))
 """)
     assert first.startswith("HfHubHTTPError: Server error '500")
     assert result == trained[0]
-    assert [fault.times for fault in hub.faults] == [0] * 4, "not every fault was met"
+    assert all(fault.is_met for fault in hub.faults)
 
 
-def test_a_whole_download_starts_offline(client, trained):
-    client.tool("hf", "download", KERNEL, "--repo-type", "kernel", "--revision", "v1")
+def test_a_downloaded_kernel_needs_no_hub(client, trained, tmp_path):
+    where = ("--repo-type", "kernel", "--revision", "v1")
+    client.tool("hf", "download", KERNEL, *where)
     offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": DEAD}
     assert client.python("show(train(load(trust_remote_code=False)))", **offline) == [trained[0]]
-
-
-def test_a_downloaded_folder_needs_no_hub_and_no_trust(client, trained, tmp_path):
     folder = tmp_path / "kernel"
-    where = ("--repo-type", "kernel", "--revision", "v1", "--local-dir", folder)
-    client.tool("hf", "download", KERNEL, *where)
+    client.tool("hf", "download", KERNEL, *where, "--local-dir", folder)
     result, same = client.python(
         f"""
 optimizer = get_kernel("org/optimizer", version=1)

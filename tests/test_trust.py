@@ -1,7 +1,4 @@
-"""What the package's code can't do, read from its sources, and what a checkpoint can't make it do.
-
-That it imports nothing but itself, the standard library and torch is in tests/test_build.py.
-"""
+"""What the package's code can't do, by its sources, and what a checkpoint can't make it do."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,23 +21,11 @@ from kernel import optimizer
 # writes files or the network, starts processes, unpickles, or asks the environment.
 MODULES = {
     *("__future__", "bisect", "collections", "contextlib", "contextvars", "copy", "dataclasses"),
-    *("datetime",),
-    *("difflib", "enum", "fnmatch", "functools", "gc", "hashlib", "heapq", "inspect", "itertools"),
-    *("json", "keyword", "logging", "math", "mmap", "numbers", "operator", "queue", "random", "re"),
-    *(
-        "statistics",
-        "sys",
-        "textwrap",
-        "threading",
-        "time",
-        "types",
-        "typing",
-        "uuid",
-        "warnings",
-        "weakref",
-    ),
+    *("datetime", "difflib", "enum", "fnmatch", "functools", "gc", "hashlib", "heapq", "inspect"),
+    *("itertools", "json", "keyword", "logging", "math", "mmap", "numbers", "operator", "queue"),
+    *("random", "re", "statistics", "sys", "textwrap", "threading", "time", "types", "typing"),
+    *("uuid", "warnings", "weakref", "torch"),
 }
-
 # For one purpose each, in the file that has it: what may be used of the module.
 FOR_ONE_PURPOSE = {
     ("cpu_offload/arena.py", "ctypes"): {"c_ubyte"},  # memory that mmap has made
@@ -50,12 +33,9 @@ FOR_ONE_PURPOSE = {
     ("extras/recipes/__init__.py", "pkgutil"): {"get_data"},  # of the package's own JSON
     ("parameters/validation.py", "os"): {"path"},  # whose code a warning is about
     ("triton_kernels/__init__.py", "importlib"): {"util"},  # whether there is a triton
+    ("extras/selfcheck/ranks.py", "torch.multiprocessing"): {"multiprocessing", "start_processes"},
 }
-
-# Submodules of torch that do what is ruled out below, in the one file that may use them.
-OF_TORCH = {("extras/selfcheck/ranks.py", "multiprocessing")}  # ranks, where the caller has none
-
-RUNS_TEXT = {"eval", "exec", "compile", "__import__", "breakpoint", "input"}
+RUNS_TEXT = {"eval", "exec", "compile", "__import__", "breakpoint", "input", "open"}
 # Attributes by which torch, or any module, would do what is ruled out above.
 RULED_OUT = {
     *("load", "loads", "dump", "dumps", "save", "hub", "environ", "getenv", "putenv", "system"),
@@ -63,97 +43,61 @@ RULED_OUT = {
     *("send_object_list", "recv_object_list", "broadcast_object_list", "all_gather_object"),
     *("gather_object", "scatter_object_list", "rpc", "multiprocessing", "package"),
 }
-ALLOWED = {("json", "loads"), ("json", "dumps")}
+ALLOWED = {"json.loads", "json.dumps", "tl.load"}  # tl.load reads the device's memory
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
-    """Modules that are imported absolutely, and the names taken from them."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, set()) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module or "", {alias.name for alias in node.names}
-
-
-def attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+def is_allowed(file: str, module: str, names: set[str], is_lazy: bool) -> bool:
+    top = module.partition(".")[0]
+    if top == "triton":  # whose language kernels need among their module's globals
+        return is_lazy or file.startswith("triton_kernels/")
+    used = {*module.split(".")[1:], *names}
+    if (file, module) in FOR_ONE_PURPOSE or (file, top) in FOR_ONE_PURPOSE:
+        return used <= (FOR_ONE_PURPOSE.get((file, module)) or FOR_ONE_PURPOSE[file, top])
+    return top in MODULES and not used & RULED_OUT
 
 
 @each_source
-def test_no_module_that_reaches_outside_is_imported(source):
-    tree, file = ast.parse(source.read_text()), source.relative_to(PACKAGE).as_posix()
-    for module, names in imports(tree):
-        top, _, rest = module.partition(".")
-        if top in ("torch", "triton"):
-            used = set(rest.split(".")) & RULED_OUT
-            assert {(file, name) for name in used} <= OF_TORCH, f"{file} imports {module}"
-            continue
-        if (file, top) not in FOR_ONE_PURPOSE:
-            assert top in MODULES, f"{file} imports {module}"
-            continue
-        used = {rest.partition(".")[0]} if rest else set(names)
-        used |= {
-            node.attr
-            for node in attributes(tree)
-            if isinstance(node.value, ast.Name) and node.value.id == top
-        }
-        assert used <= FOR_ONE_PURPOSE[file, top], f"{file} uses {used} of {top}"
-
-
-def test_the_only_file_that_is_opened_is_the_json_of_the_recipes():
-    recipes = PACKAGE / "extras" / "recipes"
-    calls = [
-        node
-        for node in ast.walk(ast.parse((recipes / "__init__.py").read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pkgutil.get_data"
-    ]
-    assert [ast.unparse(call) for call in calls] == ["pkgutil.get_data(__name__, 'published.json')"]
-    assert list(PACKAGE.rglob("*.json")) == [recipes / "published.json"]
+def test_nothing_is_imported_that_reaches_outside(source):
+    file, tree = source.relative_to(PACKAGE).as_posix(), ast.parse(source.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    lazy = {node for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                dotted = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+                used = {n.attr for n in dotted if ast.unparse(n.value) == top}
+                names = used if (file, top) in FOR_ONE_PURPOSE else set()
+                assert is_allowed(file, alias.name, names, node in lazy), alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = {alias.name for alias in node.names}
+            assert is_allowed(file, str(node.module), names, node in lazy), node.module
 
 
 @each_source
 def test_nothing_unpickles_runs_text_reads_the_environment_or_sends_objects(source):
     tree = ast.parse(source.read_text())
-    modules = names_from_elsewhere(tree)
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    foreign = [node for node in imports if isinstance(node, ast.Import) or node.level == 0]
+    modules = {(a.asname or a.name).partition(".")[0] for node in foreign for a in node.names}
     for node in ast.walk(tree):
         where = f"{source.name}:{getattr(node, 'lineno', '?')}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in RUNS_TEXT | {"open"}, where
+            assert node.func.id not in RUNS_TEXT, where
         if isinstance(node, ast.Attribute) and node.attr in RULED_OUT:
-            root = root_of(node)
-            allowed = (root, node.attr) in ALLOWED or is_triton(source, node)
-            assert allowed or root not in modules, where
-        if isinstance(node, ast.ImportFrom):
-            assert not {alias.name for alias in node.names} & (RUNS_TEXT | RULED_OUT), where
-
-
-def names_from_elsewhere(tree: ast.AST) -> set[str]:
-    """By which a file knows what it has imported from outside the package."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    outside = [node for node in nodes if isinstance(node, ast.Import) or node.level == 0]
-    return {(a.asname or a.name).partition(".")[0] for node in outside for a in node.names}
-
-
-def root_of(node: ast.expr) -> str:
-    """``torch`` of ``torch.hub.load``; nothing of an expression that begins otherwise."""
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def is_triton(source: Path, node: ast.Attribute) -> bool:
-    """``tl.load`` of a Triton kernel reads the device's memory."""
-    return (
-        "triton_kernels" in source.parts
-        and isinstance(node.value, ast.Name)
-        and (node.value.id, node.attr) == ("tl", "load")
-    )
+            text = ast.unparse(node)
+            assert text in ALLOWED or text.partition(".")[0] not in modules, f"{where}: {text}"
 
 
 @pytest.mark.kernels_ci
 def test_the_package_is_python_and_one_table():
-    suffixes = {path.suffix for path in PACKAGE.rglob("*") if path.is_file()} - {".pyc"}
-    assert suffixes == {".py", ".json"}
+    recipes = PACKAGE / "extras" / "recipes"
+    others = {path for path in PACKAGE.rglob("*") if path.suffix not in (".py", ".pyc", "")}
+    assert others == {recipes / "published.json"}
+    nodes = ast.walk(ast.parse((recipes / "__init__.py").read_text()))
+    calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
+    opened = [call for call in calls if call.startswith("pkgutil.get_data(")]
+    assert opened == ["pkgutil.get_data(__name__, 'published.json')"]
 
 
 # Checkpoints
@@ -217,46 +161,41 @@ def test_a_checkpoint_that_would_run_code_is_refused_by_weights_only_loading():
     assert not RAN
 
 
-PLACES = [
-    *((0, key) for key in ("momentum_buffer", "second_momentum_buffer")),
-    *((1, key) for key in ("step", "exp_avg", "exp_avg_sq")),
-    *((number, None) for number in (0, 1)),
-]
-
-
-@pytest.mark.parametrize("number, key", PLACES)
-@pytest.mark.parametrize(
-    "value", [Stranger(), "text", [1.0], b"bytes"], ids=lambda v: type(v).__name__
-)
-def test_objects_in_the_place_of_state_are_refused_and_not_run(number, key, value):
+def check_refused(place: tuple[Any, ...], value: Any, match: str | None) -> None:
+    """Of a checkpoint with ``value`` in a place of it; None: the value is left out."""
     optim = trained()
     before = copy.deepcopy(optim.state_dict())
     saved = copy.deepcopy(before)
-    if key is None:
-        saved["state"][number] = value
-    else:
-        saved["state"][number][key] = value
+    *path, key = place
+    holder = saved
+    for step in path:
+        holder = holder[step]
+    holder[key] = value
     RAN.clear()
-    with pytest.raises(ValueError, match="checkpoint"):
+    if match is None:
         optim.load_state_dict(saved)
+    else:
+        with pytest.raises(ValueError, match=match):
+            optim.load_state_dict(saved)
     assert not RAN
     assert repr(optim.state_dict()) == repr(before)
+
+
+MUON, ADAMW = ("momentum_buffer", "second_momentum_buffer"), ("step", "exp_avg", "exp_avg_sq")
+PLACES: list[tuple[Any, ...]] = [(0,), (1,), *((0, k) for k in MUON), *((1, k) for k in ADAMW)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_objects_in_the_place_of_state_are_refused_and_not_run(place):
+    for value in (Stranger(), "text", [1.0], b"bytes"):
+        check_refused(("state", *place), value, "checkpoint")
 
 
 @pytest.mark.parametrize("key", sorted(optimizer.muon.GROUP_OPTIONS))
 def test_objects_in_the_place_of_options_are_refused_and_not_run(key):
-    optim = trained()
-    before = copy.deepcopy(optim.state_dict())
-    saved = copy.deepcopy(before)
-    saved["param_groups"][1][key] = Stranger()
-    RAN.clear()
-    if key in optimizer.parameters.options.STRUCTURE:  # which stay as constructed
-        optim.load_state_dict(saved)
-    else:
-        with pytest.raises(ValueError, match=key):
-            optim.load_state_dict(saved)
-    assert not RAN
-    assert repr(optim.state_dict()) == repr(before)
+    # Those that say how matrices are read stay as constructed.
+    is_kept = key in optimizer.parameters.options.STRUCTURE
+    check_refused(("param_groups", 1, key), Stranger(), None if is_kept else key)
 
 
 @pytest.mark.slow
