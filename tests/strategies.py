@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from layouts import MEMORY, Group, Weight, axes_of
-from trainings import Case, Named
+from trainings import Case
 
 MESHES = {
     1: [(1,), (1, 1)],
@@ -162,7 +162,7 @@ def adamw_groups(draw: st.DrawFn, ranks: int) -> Group:
 
 
 @st.composite
-def projections(draw: st.DrawFn, ranks: int) -> tuple[Named, dict[str, Any], int]:
+def projections(draw: st.DrawFn, ranks: int) -> tuple[Group, dict[str, Any], int]:
     """A group, its ``clip_config``, and how many logits there are."""
     kv_heads, each = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     head_dim = draw(st.integers(1, 6))
@@ -177,7 +177,7 @@ def projections(draw: st.DrawFn, ranks: int) -> tuple[Named, dict[str, Any], int
         "head_dim": head_dim,
         "threshold": draw(st.sampled_from([1.0, 100])),
     }
-    return Named(weights, draw(some_of(MUON_OPTIONS)), names), config, kv_heads * each
+    return Group(weights, draw(some_of(MUON_OPTIONS)), names), config, kv_heads * each
 
 
 @st.composite

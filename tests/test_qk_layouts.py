@@ -6,7 +6,6 @@ import functools
 import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -33,17 +32,6 @@ from ranks import rank_outcomes, run_ranks
 THRESHOLD = 6.0
 HEADS = 4
 LOGITS = torch.tensor([3.0, 7.5, 24.0, 600.0])  # one too small, one clipped to a hundredth
-
-
-@dataclass(frozen=True)
-class Projections(Group):
-    """A param group with names of its own."""
-
-    names: Sequence[str] = field(default=())
-
-    def param_group(self, params: Sequence[nn.Parameter], number: int) -> dict[str, Any]:
-        names = [f"layers.0.attention.{name}" for name in self.names]
-        return {"params": list(params), "names": names, "use_muon": True, **self.options}
 
 
 class Recorder:
@@ -74,10 +62,11 @@ KINDS = {
 def groups_of(kind: str, mesh, dims, nested=False, dtype=torch.float32, **options) -> list[Group]:
     _, weights, biases = KINDS[kind]
     placed = [Weight(shape, mesh, dims, nested, dtype) for shape in weights.values()]
-    groups: list[Group] = [Projections(placed, options, tuple(weights))]
+    names, more = ([f"layers.0.attention.{name}" for name in of] for of in (weights, biases))
+    groups = [Group(placed, options, names)]
     if biases and all(dim in (0, None) for dim in dims):
         ones = [Weight(shape, mesh, dims, nested, dtype) for shape in biases.values()]
-        groups.append(Projections(ones, {"use_muon": False}, tuple(biases)))
+        groups.append(Group(ones, {"use_muon": False}, more))
     return groups
 
 

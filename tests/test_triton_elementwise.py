@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from kernel import optimizer
-from layouts import EXACT, Group, Weight, make, part_for, step_placed, whole
+from layouts import EXACT, Group, Weight, part_for, step_placed, whole
 from ranks import rank_outcomes, run_ranks
 
 pytest.importorskip("triton")
@@ -402,7 +402,8 @@ def refuse_capture(averages: bool) -> None:
     options = {"process_group": dist.group.WORLD, "grad_reduce": "mean"} if averages else {}
     if not averages:
         fully_shard(model)
-    optim = make(model, capturable=True, **options)
+    groups = [{"params": [model.weight], "use_muon": True}]
+    optim = optimizer.Muon(groups, capturable=True, **options)
     model.weight.grad = part_for(model.weight, torch.ones(8, 8))
     before = whole(model.weight).clone()
     try:

@@ -6,20 +6,17 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from comparisons import assert_equal
 from layouts import (
-    ADAMW_ROUNDING,
     EXACT,
     MEMORY,
-    STEPS,
     Group,
     Twins,
     Weight,
@@ -29,17 +26,6 @@ from layouts import (
     random,
     whole,
 )
-
-
-@dataclass(frozen=True)
-class Named(Group):
-    """A param group whose parameters have names of their own."""
-
-    names: Sequence[str] = field(default=())
-
-    def param_group(self, params: Sequence[nn.Parameter], number: int) -> dict[str, Any]:
-        group = super().param_group(params, number)
-        return {**group, "names": list(self.names)}
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,7 @@ def takes_the_steps_of_one_process(case: Case) -> None:
             logits, of_rank = logits_of(case, step)
             check_inputs_unchanged(twins, case, of_rank)
             twins.reference.step(qk_logits=logits)
-        compare(twins)
+        twins.compare()
 
 
 def logits_of(case: Case, step: int) -> tuple[Any, Any]:
@@ -167,40 +153,12 @@ def surroundings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
 
 
-def compare(twins: Twins) -> None:
-    """Muon's weights and state to the bit; of AdamW's weights see `ADAMW_ROUNDING`."""
-    for name, p, q in twins.pairs:
-        own = zip((p, q), (twins.ours, twins.reference))
-        ours, reference = (optim.state.get(param, {}) for param, optim in own)
-        assert ours.keys() == reference.keys(), name
-        is_muon = "momentum_buffer" in reference
-        assert torch.isfinite(q).all(), name
-        assert_close(name, p, q, is_muon or "exp_avg" not in reference)
-        for key, value in ours.items() if is_muon else ():
-            expected, found = reference[key], value
-            assert found.dtype == expected.dtype
-            if key == "second_momentum_buffer":
-                found, expected = whole(value).flatten(), expected.flatten()
-            assert_close(f"{key} of {name}", found, expected, is_exact=True)
-
-
-def assert_close(name: str, p: torch.Tensor, q: torch.Tensor, is_exact: bool) -> None:
-    eps = torch.finfo(q.dtype).eps
-    torch.testing.assert_close(
-        local(p),
-        local(part_for(p, q.detach())),
-        rtol=0 if is_exact else STEPS * eps,
-        atol=0 if is_exact else ADAMW_ROUNDING,
-        msg=lambda text: f"{name}: {text}",
-    )
-
-
 def refuse_garbage_of_one_rank(where: str, value: Any, bad: int) -> None:
     """What one rank alone is given raises on all, and changes nothing; then all go on."""
     ranks = (dist.get_world_size(),)
     weights = [Weight((10, 12), ranks, (0,)), Weight((10, 16), ranks, (1,)), Weight((3, 8))]
     names = ("layers.0.wq.weight", "layers.0.wk.weight", "layers.0.other.weight")
-    groups = [Named(weights, {"beta2": 0.9}, names), Group([Weight((7, 3), ranks, (0,))], ADAMW)]
+    groups = [Group(weights, {"beta2": 0.9}, names), Group([Weight((7, 3), ranks, (0,))], ADAMW)]
     options = {**EXACT, "clip_config": CLIP}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -242,7 +200,7 @@ def refuse_garbage_of_one_rank(where: str, value: Any, bad: int) -> None:
             assert_equal(found, expected, "what should not have changed")
         twins.ours.step(qk_logits=logits)
         twins.reference.step(qk_logits=logits)
-    compare(twins)
+    twins.compare()
 
 
 ADAMW = {"use_muon": False}
