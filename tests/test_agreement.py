@@ -8,7 +8,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,25 +118,6 @@ def test_a_fault_reaches_all_connected_ranks_and_leaves_nothing_behind(ranks, se
     run_ranks(faults_and_recoveries, ranks, cases)
 
 
-def exchanges_of(runs: Sequence[Sequence[Sets]]) -> list[list[int]]:
-    """How many gathers each step takes on this rank, in runs of steps on these sets."""
-    calls, gather = [0], agreement.all_gather
-
-    def counted(*args: Any) -> Any:
-        calls[0] += 1
-        return gather(*args)
-
-    agreement.all_gather = counted
-    totals = []
-    for steps in runs:
-        shared, before = Agreement(), [calls[0]]
-        for sets in steps:
-            assert decide(shared, notes_on(sets)) is False
-            before.append(calls[0])
-        totals.append([b - a for a, b in itertools.pairwise(before)])
-    return totals
-
-
 CHANGED: list[Sets] = [
     ((0, 1), (2, 3)),
     ((0, 1, 2, 3),),
@@ -147,15 +128,29 @@ CHANGED: list[Sets] = [
 ]
 
 
+@on_ranks(5)
 def test_a_step_takes_one_exchange_once_ranks_know_each_other_also_after_meshes_change():
-    alone, single = [(), ((0,), (1,))], [((0, 1, 2),)] * 3
-    runs = [alone, single, *([CHAIN, CHAIN, sets, sets, CHAIN, CHAIN] for sets in CHANGED)]
-    for rank, (by_oneself, first, *changed) in enumerate(run_ranks(exchanges_of, 5, runs)):
-        assert by_oneself == [0, 0]
-        assert first == ([2, 1, 1] if rank < 3 else [0, 0, 0])
-        for sets, counts in zip(CHANGED, changed, strict=True):
-            assert counts[1] == counts[5] == int(rank < 4)
-            assert counts[3] == int(any(rank in ranks for ranks in sets))
+    calls, gather, rank = [], agreement.all_gather, dist.get_rank()
+
+    def counted(*args):
+        calls.append(args)
+        return gather(*args)
+
+    def exchanges(*steps):
+        shared, counts = Agreement(), []
+        for sets in steps:
+            calls.clear()
+            assert decide(shared, notes_on(sets)) is False
+            counts.append(len(calls))
+        return counts
+
+    agreement.all_gather = counted
+    assert exchanges((), ((0,), (1,))) == [0, 0]
+    assert exchanges(*[((0, 1, 2),)] * 3) == ([2, 1, 1] if rank < 3 else [0, 0, 0])
+    for sets in CHANGED:
+        counts = exchanges(CHAIN, CHAIN, sets, sets, CHAIN, CHAIN)
+        assert counts[1] == counts[5] == int(rank < 4)
+        assert counts[3] == int(any(rank in ranks for ranks in sets))
 
 
 # The sets before, or None if these are a first step's; those of one rank; its error; what all hear.
@@ -234,75 +229,58 @@ def test_connections_and_the_process_group_can_be_made_again() -> None:
 # -- ranks that do not come ------------------------------------------------------------------------
 
 
-def compare_on(sets: Sets, times: int, stays_away: Callable[[int], bool]) -> None:
+def compare_twice(sets: Sets, fault: str, ranks: Collection[int], at: int) -> None:
+    """Some ranks stay away, die, or have no network, from a comparison on."""
     shared = Agreement()
-    for number in range(times):
-        if stays_away(number):
-            return
+    for number in range(2):
+        if number == at and dist.get_rank() in ranks:
+            if fault == "stays away":
+                return
+            if fault == "dies":
+                os._exit(1)
+            os.environ["GLOO_SOCKET_IFNAME"] = "bogus0"
         decide(shared, notes_on(sets))
 
 
-def stays_away(at: int, number: int) -> bool:
-    return dist.get_rank() == 2 and number == at
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_rank_that_stays_away_is_left_to_the_timeout_of_the_process_group(at):
-    arguments = ((0, 1), (1, 2)), 2, partial(stays_away, at)
-    first, second, third = rank_outcomes(compare_on, 3, *arguments, pg_timeout=2, timeout=30)
+@pytest.mark.parametrize(("at", "named"), [(0, "[1, 2]"), (1, "[0, 1, 2]")])
+def test_a_rank_that_stays_away_is_left_to_the_timeout_of_the_process_group(at, named):
+    arguments = ((0, 1), (1, 2)), "stays away", (2,), at
+    first, second, third = rank_outcomes(compare_twice, 3, *arguments, pg_timeout=2, timeout=30)
     assert third.error is None
     assert first.error == second.error == "RuntimeError"
-    assert ("[1, 2]" if at == 0 else "[0, 1, 2]") in second.message
-
-
-def has_no_interface(ranks: Collection[int], number: int) -> bool:
-    if dist.get_rank() in ranks:
-        os.environ["GLOO_SOCKET_IFNAME"] = "bogus0"
-    return False
+    assert named in second.message
 
 
 @pytest.mark.parametrize("bogus", [(0,), (2,), (0, 1, 2)], ids=str)
 def test_where_gloo_has_no_interface_on_a_rank_all_raise_at_once_and_name_the_variable(bogus):
-    arguments = ((0, 1, 2),), 1, partial(has_no_interface, bogus)
-    for outcome in rank_outcomes(compare_on, 3, *arguments, pg_timeout=60):
+    arguments = ((0, 1, 2),), "no network", bogus, 0
+    for outcome in rank_outcomes(compare_twice, 3, *arguments, pg_timeout=60):
         assert outcome.error == "RuntimeError"
         assert re.match("|".join(f"rank {rank} " for rank in bogus), outcome.message)
         assert "GLOO_SOCKET_IFNAME" in outcome.message and "bogus0" in outcome.message
 
 
-def dies(victim: int, number: int) -> bool:
-    if number == 1 and dist.get_rank() == victim:
-        os._exit(1)
-    return False
-
-
 @pytest.mark.parametrize("victim", [0, 9, 17])
 def test_where_a_rank_has_died_all_raise_long_before_the_timeout(victim):
-    arguments = (tuple(range(18)),), 2, partial(dies, victim)
-    for rank, outcome in enumerate(rank_outcomes(compare_on, 18, *arguments, pg_timeout=100)):
+    arguments = (tuple(range(18)),), "dies", (victim,), 1
+    for rank, outcome in enumerate(rank_outcomes(compare_twice, 18, *arguments, pg_timeout=100)):
         assert outcome.error == ("Crashed" if rank == victim else "RuntimeError"), outcome
 
 
 # -- connections -----------------------------------------------------------------------------------
 
 
-def gathered_by(sizes: Sequence[int]) -> dict[int, torch.Tensor]:
-    """What the first ranks gather, so many of them at a time."""
-    rank, gathered = dist.get_rank(), {}
-    for size in sizes:
-        if rank < size:
-            sent = torch.tensor([[rank, -rank]])
-            gathered[size] = connections.all_gather(tuple(range(size)), sent)
-    return gathered
+SIZES = [*range(2, 10), 13, 16, 19]
 
 
+@on_ranks(max(SIZES))
 def test_every_rank_gathers_what_all_have_in_order_whatever_their_number():
-    sizes = [*range(2, 10), 13, 16, 19]
-    for rank, gathered in enumerate(run_ranks(gathered_by, max(sizes), sizes)):
-        assert list(gathered) == [size for size in sizes if size > rank]
-        for size, rows in gathered.items():
+    rank = dist.get_rank()
+    for size in SIZES:
+        if rank < size:
+            gathered = connections.all_gather(tuple(range(size)), torch.tensor([[rank, -rank]]))
             expected = torch.stack([torch.arange(size), -torch.arange(size)], 1).unsqueeze(1)
-            assert torch.equal(rows, expected)
+            assert torch.equal(gathered, expected)
 
 
 def sockets_opened() -> int:

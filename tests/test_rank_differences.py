@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from breaking import refused
 from counters import calls_of
 from kernel import optimizer
-from layouts import EXACT, part, randn, set_gradients
+from layouts import EXACT, part, randn, set_gradients, whole
 from on_ranks import on_ranks
 from ranks import rank_outcomes, run_ranks
 
@@ -39,42 +39,33 @@ def muon(params: list[nn.Parameter], **options: Any) -> Any:
 # -- gradients that are not there ------------------------------------------------------------------
 
 
-def idle_experts(check: str) -> list[torch.Tensor]:
-    """Experts of one rank, of a pair, and of three ranks idle, in other ways on each and each step.
+@pytest.mark.parametrize("check", ["step", "plan"])
+@on_ranks(4, pg_timeout=10)
+def test_experts_that_idle_on_some_ranks_only_make_no_other_wait(check):
+    """A rank's own, and one that pairs share, in another way each step; rank 0 looks at its plan.
 
-    All ranks hold experts of their own, share some with one other rank, and a dense matrix with
-    all. Rank 0 also looks at its plan. Each expert equals one that steps alone.
+    All ranks share a dense matrix. All weights equal those that step alone.
     """
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "ep"))
-    shared = weight_on(mesh["ep"], 6, 4, seed=9)
-    own = [nn.Parameter(randn(4, 6, seed=n)) for n in range(4)]
-    params = [weight_on(mesh._flatten("all"), 8, 4), shared, *own]
+    params = [weight_on(mesh._flatten("all"), 8, 4), weight_on(mesh["ep"], 6, 4, seed=9)]
+    params += [nn.Parameter(randn(4, 6, seed=n)) for n in range(4)]
     optim = muon(params, consistency_check=check, **EXACT)
-    twins = [nn.Parameter(p.detach().clone()) for p in own]
+    twins = [nn.Parameter(whole(p).detach().clone()) for p in params]
     alone = [muon([twin], **EXACT) for twin in twins]
     for step in range(12):
         set_gradients(params, step)
-        if step % 3 == 1 and rank < 2:  # on all ranks that exchange it
-            shared.grad = None
-        for number, (p, twin, its) in enumerate(zip(own, twins, alone)):
-            if (step + rank) >> number & 1 and rank != 3:
+        idle = {2 + n for n in range(4) if (step + rank) >> n & 1 and rank != 3}
+        idle |= {1} if step % 3 == 1 and rank < 2 else set()
+        for number, (p, twin, its) in enumerate(zip(params, twins, alone)):
+            if number in idle:
                 p.grad = None
             else:
-                twin.grad = p.grad
+                twin.grad = whole(p.grad).clone()
                 its.step()
         if rank == 0:
             optim.summary()
         optim.step()
-    assert all(torch.equal(p, twin) for p, twin in zip(own, twins))
-    return [params[0].full_tensor().detach(), params[1].full_tensor().detach()]
-
-
-@pytest.mark.parametrize("check", ["step", "plan"])
-def test_experts_that_idle_on_some_ranks_only_make_no_other_wait(check):
-    first, second, third, fourth = run_ranks(idle_experts, 4, check, pg_timeout=10)
-    assert all(torch.equal(first[0], other[0]) for other in (second, third, fourth))
-    assert torch.equal(first[1], second[1]) and torch.equal(third[1], fourth[1])
-    assert not torch.equal(first[1], third[1])
+    assert all(torch.equal(whole(p), twin) for p, twin in zip(params, twins))
 
 
 @on_ranks(4, pg_timeout=10)
@@ -92,22 +83,6 @@ def test_experts_without_traffic_may_lack_their_gradient_on_one_rank():
         assert torch.equal(param.to_local(), before) == (rank in idle)
 
 
-def compared_steps(check: str) -> list[bool]:
-    """In which steps ranks compare notes, with options that change on all of them."""
-    mesh = init_device_mesh("cpu", (2,))
-    params = [weight_on(mesh, 6, 4), weight_on(mesh, 4, 6)]
-    optim = muon(params, consistency_check=check, none_grad=False)
-    set_gradients(params)
-    compared = []
-    for step in range(8):
-        changes: Any = {2: {"lr": 0.01}, 4: {"ns_steps": 6}, 6: {"beta2": 0.9}}.get(step, {})
-        optim.param_groups[0].update(changes)
-        with torch.profiler.profile() as profile:
-            optim.step()
-        compared.append("Muon.agree" in [event.key for event in profile.key_averages()])
-    return compared
-
-
 @pytest.mark.parametrize(
     ("check", "expected"),
     [
@@ -117,8 +92,20 @@ def compared_steps(check: str) -> list[bool]:
         ("off", [False] * 8),
     ],
 )
+@on_ranks(2, pg_timeout=10)
 def test_consistency_check_says_how_often_ranks_compare_notes(check, expected):
-    assert run_ranks(compared_steps, 2, check, pg_timeout=10) == [expected] * 2
+    mesh = init_device_mesh("cpu", (2,))
+    params = [weight_on(mesh, 6, 4), weight_on(mesh, 4, 6)]
+    optim = muon(params, consistency_check=check, none_grad=False)
+    set_gradients(params)
+    compared = []
+    for step in range(8):
+        changes = {2: {"lr": 0.01}, 4: {"ns_steps": 6}, 6: {"beta2": 0.9}}.get(step, {})
+        optim.param_groups[0].update(changes)
+        with torch.profiler.profile() as profile:
+            optim.step()
+        compared.append("Muon.agree" in [event.key for event in profile.key_averages()])
+    assert compared == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"beta2": 0.9}], ids=str)

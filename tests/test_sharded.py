@@ -19,7 +19,7 @@ from breaking import refused
 from kernel import optimizer
 from layouts import part
 from on_ranks import on_ranks
-from ranks import DEVICE, run_ranks
+from ranks import DEVICE
 
 RANKS, NAME = 4, "layers.0.wq.weight"
 
@@ -56,66 +56,41 @@ def optimizer_of(*weights: Any, use_muon: bool = True, **options: Any) -> Any:
     return optimizer.Muon([group], lr=0.5, exact=True, **options)
 
 
-def on_line(tensor: torch.Tensor, placement: Any) -> Any:
-    return part(tensor, init_device_mesh(DEVICE, (RANKS,)), [placement])
+# -- what is made, stepped or loaded ---------------------------------------------------------------
 
 
-# -- what is made or loaded ------------------------------------------------------------------------
-
-
-def of_partial_sums() -> None:
+def on_mesh(local: torch.Tensor, placements: list[Any], *shape: int) -> Any:
     mesh = init_device_mesh(DEVICE, (RANKS,))
-    optimizer_of(nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()])))
+    how: Any = {"run_check": False, "shape": shape, "stride": (4, 1)}
+    return nn.Parameter(DTensor.from_local(local, mesh, placements, **how))
 
 
-def stepped(weight: Any) -> None:
+def step(weight: Any) -> None:
     weight.grad = torch.ones_like(weight)
     optimizer_of(weight).step()
 
 
-def cut_unlike_chunk() -> None:
-    """As nothing in torch cuts them."""
-    mesh, rows = init_device_mesh(DEVICE, (RANKS,)), (0, 1, 3, 0)[dist.get_rank()]
-    local = torch.ones(rows, 4)
-    kept: Any = {"run_check": False, "shape": (4, 4), "stride": (4, 1)}
-    stepped(nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], **kept)))
-
-
-def uneven_strides() -> None:
+def step_uneven_strides() -> None:
     """Of eight ranks, as `distribute_tensor` cuts them; FSDP2 over TP does otherwise."""
     mesh = init_device_mesh(DEVICE, (4, 2))
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    stepped(nn.Parameter(part(torch.ones(9, 4), mesh, placements)))
+    step(nn.Parameter(part(torch.ones(9, 4), mesh, placements)))
 
 
-def swapped_for_one_out_of_order() -> None:
+def step_what_was_swapped_for_one_out_of_order() -> None:
     optim = optimizer_of(rows_cut_in((0, 1)))
     optim.param_groups[0]["params"] = [rows_cut_in((1, 0))]
     optim.step()
 
 
-def trained() -> tuple[Any, Any]:
-    """An optimizer after a step, and what it saves."""
-    weight = rows_cut_in((0, 1))
-    optim = optimizer_of(weight)
-    weight.grad = rows_cut_in((0, 1), requires_grad=False)
-    optim.step()
-    return optim, optim.state_dict()
-
-
-def state_out_of_order() -> None:
-    optim, saved = trained()
-    saved["state"][0]["momentum_buffer"] = rows_cut_in((1, 0), requires_grad=False)
+def load(momentum: Any) -> None:
+    optim = optimizer_of(rows_cut_in((0, 1)))
+    saved = optim.state_dict()
+    saved["state"][0]["momentum_buffer"] = momentum
     optim.load_state_dict(saved)
 
 
-def plain_state() -> None:
-    optim, saved = trained()
-    saved["state"][0]["momentum_buffer"] = torch.ones(4, 4)
-    optim.load_state_dict(saved)
-
-
-def logits_out_of_order() -> None:
+def clip_by_logits_out_of_order() -> None:
     weight = torch.ones(8, 8, requires_grad=True)
     weight.grad = torch.zeros(8, 8)
     logits = rows_cut_in((1, 0), requires_grad=False, whole=torch.full((4,), 200.0))
@@ -123,30 +98,42 @@ def logits_out_of_order() -> None:
 
 
 UNORDERED = r".*dimension 0 cut by tp before dp"
+CUT = (0, 1, 3, 0)  # rows of four, which torch would not cut like that
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (of_partial_sums, rf"{NAME} .*Partial.*redistribute"),
-    (cut_unlike_chunk, rf"{NAME} is \[Shard\(dim=0\)\].*torch\.chunk"),
+    (
+        lambda: optimizer_of(on_mesh(torch.ones(4, 4), [Partial()], 4, 4)),
+        rf"{NAME} .*Partial.*redistribute",
+    ),
+    (
+        lambda: step(on_mesh(torch.ones(CUT[dist.get_rank()], 4), [Shard(0)], 4, 4)),
+        rf"{NAME} is \[Shard\(dim=0\)\].*torch\.chunk",
+    ),
     (lambda: optimizer_of(rows_cut_in((1, 0))), NAME + UNORDERED),
     (lambda: optimizer_of(rows_cut_in((1, 0)), use_muon=False), NAME + UNORDERED),
-    (swapped_for_one_out_of_order, NAME + UNORDERED),
-    (state_out_of_order, NAME + UNORDERED),
-    (plain_state, rf"{NAME} .*plain"),
-    (logits_out_of_order, rf"layer 0{UNORDERED}.*logits\.full_tensor\(\)"),
+    (step_what_was_swapped_for_one_out_of_order, NAME + UNORDERED),
+    (lambda: load(rows_cut_in((1, 0), requires_grad=False)), NAME + UNORDERED),
+    (lambda: load(torch.ones(4, 4)), rf"{NAME} .*plain"),
+    (clip_by_logits_out_of_order, rf"layer 0{UNORDERED}.*logits\.full_tensor\(\)"),
 ]
+OF_EIGHT = [(step_uneven_strides, rf"{NAME} is .*torch\.chunk")]
 
 
-def refuse_all() -> None:
-    of_eight = [(uneven_strides, rf"{NAME} is .*torch\.chunk")]
-    for call, words in of_eight if dist.get_world_size() == 8 else REFUSED:
+def refuse(rows: list[tuple[Callable[[], Any], str]]) -> None:
+    for number, (call, words) in enumerate(rows):
         with pytest.raises(ValueError) as raised:
             call()
-        assert re.search(words, str(raised.value)), (call, raised.value)
+        assert re.search(words, str(raised.value)), (number, raised.value)
         dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [RANKS, 8])
-def test_what_is_placed_as_no_step_can_take_it_raises_on_every_rank_and_names_the_parameter(ranks):
-    run_ranks(refuse_all, ranks, pg_timeout=20)
+@on_ranks(RANKS, pg_timeout=20)
+def test_what_is_placed_as_no_step_can_take_it_raises_on_every_rank_and_names_the_parameter():
+    refuse(REFUSED)
+
+
+@on_ranks(8, pg_timeout=20)
+def test_uneven_strides_that_no_shard_of_a_shard_has_are_refused_by_all():
+    refuse(OF_EIGHT)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -162,11 +149,12 @@ def advised(message: str, **names: Any) -> Any:
 @on_ranks(RANKS, pg_timeout=20)
 def test_a_gradient_placed_unlike_its_parameter_raises_before_anything_moved() -> None:
     """Placed unlike their parameters, on all ranks or on one."""
-    weights = [nn.Parameter(on_line(torch.ones(4, 4), Shard(0))) for _ in range(2)]
+    mesh, ones = init_device_mesh(DEVICE, (RANKS,)), torch.ones(4, 4)
+    weights = [nn.Parameter(part(ones, mesh, [Shard(0)])) for _ in range(2)]
     optim = optimizer_of(*weights)
     weights[0].grad = torch.ones_like(weights[0])
     for placement in (Shard(1), Replicate()):
-        weights[1].grad = on_line(torch.ones(4, 4), placement)
+        weights[1].grad = part(ones, mesh, [placement])
         refused(optim, r"^other\.weight is ")
     for use_muon in (True, False):
         for bad in (range(RANKS), [2]):

@@ -134,26 +134,25 @@ class Soak:
         self.schedules = [SCHEDULERS[self.kind](o) for o in (self.twins.ours, self.twins.reference)]
         self.done[f"schedule {self.kind}"] += 1
 
-    def switch_offload(self) -> None:
-        is_on = self.random.random() > 0.25
-        if is_on:  # in slots of so many bytes that torch's fused AdamW rounds alike
+    def switch(self, what: str) -> None:
+        draw, ours = self.random, self.twins.ours
+        if what == "schedule":
+            self.switch_schedule()
+        elif what == "option":
+            key, number = draw.choice(list(OPTIONS)), draw.randrange(3)
+            value = draw.choice(OPTIONS[key])
+            for group in self.groups[number::3]:
+                group[key] = value
+            self.done[key] += 1
+        elif what == "freeze":
+            for param in draw.choice(self.twins.pairs[-len(LOOSE) :])[1:]:
+                param.requires_grad_(not param.requires_grad)
+        elif draw.random() < 0.25:
+            ours.turn_off_cpu_offload()
+        else:  # in slots of so many bytes that torch's fused AdamW rounds alike
             backend = optimizer.SimulatedHost(delay=1e-5, seed=dist.get_rank())
-            self.twins.ours.turn_on_cpu_offload(slot_bytes=32768, backend=backend)
-        else:
-            self.twins.ours.turn_off_cpu_offload()
-        self.done[f"offload: {is_on}"] += 1
-
-    def switch_option(self) -> None:
-        key, number = self.random.choice(list(OPTIONS)), self.random.randrange(3)
-        value = self.random.choice(OPTIONS[key])
-        for group in self.groups[number::3]:
-            group[key] = value
-        self.done[key] += 1
-
-    def switch_freeze(self) -> None:
-        for param in self.random.choice(self.twins.pairs[-len(LOOSE) :])[1:]:
-            param.requires_grad_(not param.requires_grad)
-        self.done["frozen"] += 1
+            ours.turn_on_cpu_offload(slot_bytes=32768, backend=backend)
+        self.done[what] += 1
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -182,7 +181,7 @@ class Soak:
                 group.update(QUIET)
         for name, chance in CHANCES.items():
             if draw.random() < chance and not is_last:
-                getattr(self, f"switch_{name}")()
+                self.switch(name)
         self.give_gradients(step)
         logits = {0: torch.tensor([draw.choice([1.0, 20.0, 40.0]) for _ in range(4)])}
         if draw.random() < 0.03:
@@ -212,7 +211,7 @@ class Soak:
         refused(self.twins.ours, **arguments)
         group.update(saved)
         param.grad = kept
-        self.done[what] += 1
+        self.done[f"fault: {what}"] += 1
 
     def checkpoint(self, way: str) -> None:
         """Saves the ranks' optimizer, and loads it into itself, or into a new one."""
@@ -224,13 +223,13 @@ class Soak:
             into = of_torch.get_optimizer_state_dict(holder, ours)
             dcp.load(into, checkpoint_id=directory)
             of_torch.set_optimizer_state_dict(holder, ours, into)
-        elif way == "pickle":
-            ours.load_state_dict(pickle.loads(pickle.dumps(ours.state_dict())))
-        elif way == "a new one":
-            saved = copy.deepcopy(ours.state_dict())
-            self.replace().load_state_dict(saved)
-        else:  # the optimizer copied with its parameters, of which the state is taken
-            ours.load_state_dict(copy.deepcopy(ours).state_dict())
+        else:
+            saved = {
+                "pickle": lambda: pickle.loads(pickle.dumps(ours.state_dict())),
+                "a new one": lambda: copy.deepcopy(ours.state_dict()),
+                "a copy": lambda: copy.deepcopy(ours).state_dict(),  # and of its parameters
+            }[way]()
+            (self.replace() if way == "a new one" else ours).load_state_dict(saved)
         self.done[way] += 1
 
     def replace(self) -> Any:
@@ -279,8 +278,8 @@ def soak(steps: int, directory: Path) -> tuple[list[dict[str, int]], Counter[str
 
 @pytest.mark.slow
 def test_two_thousand_steps_are_those_of_one_process_and_need_no_more_memory_in_the_end(tmp_path):
-    schedules = {f"schedule {number}" for number in range(len(SCHEDULERS))}
-    everything = {*OPTIONS, *WAYS, *FAULTS, *schedules, "frozen", "offload: True", "offload: False"}
+    everything = {*OPTIONS, *WAYS, *CHANCES, *(f"fault: {what}" for what in FAULTS)}
+    everything |= {f"schedule {number}" for number in range(len(SCHEDULERS))}
     for rounds, done in run_ranks(soak, RANKS, STEPS, tmp_path, timeout=1800):
         assert done.keys() == everything
         settled = rounds[WARM:]
