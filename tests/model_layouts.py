@@ -206,6 +206,13 @@ def pipeline_and_fsdp2(model: Network) -> dict[str, Any]:
     return {}
 
 
+def stages_of_fsdp2_and_tp(model: Network) -> dict[str, Any]:
+    """The ranks of a stage together have no process group yet."""
+    mesh = mesh_of(pp=2, dp=world() // 4, tp=2)
+    tp(model, mesh["tp"])
+    return fsdp2(model, mesh["dp"])
+
+
 redundant, spread = (functools.partial(hsdp, choice=choice) for choice in ("redundant", "spread"))
 
 LAYOUTS = {
@@ -239,5 +246,6 @@ LAYOUTS = {
     "4 ranks, PP + FSDP2": Layout(4, pipeline_and_fsdp2, None, stage_of),
     "8 ranks, FSDP2": Layout(8, fsdp2, 8),
     "8 ranks, HSDP + TP": Layout(8, functools.partial(fsdp2_and_tp, replicas=2), 4),
+    "8 ranks, PP + FSDP2 + TP": Layout(8, stages_of_fsdp2_and_tp, None, stage_of),
     "8 ranks, HSDP with context parallelism": Layout(8, hsdp_with_context_parallelism, 8),
 }

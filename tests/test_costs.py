@@ -217,6 +217,23 @@ def test_transient_memory_on_ranks_is_bounded_by_chunks_and_the_largest_matrix(m
         assert cost["peak"] <= most
 
 
+def groups_made_by_steps() -> list[int]:
+    """For matrices that share ranks with a row of a mesh, with a column, and with all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    of = [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(1)]]
+    params = [nn.Parameter(distribute_tensor(torch.zeros(8, 8), mesh, p)) for p in of]
+    before = len(dist.distributed_c10d._world.pg_map)
+    optim = make(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optim.step()
+    return [len(dist.distributed_c10d._world.pg_map) - before]
+
+
+def test_groups_of_a_mesh_and_of_the_world_serve_where_they_have_these_ranks():
+    assert run_ranks(groups_made_by_steps, 4) == 4 * [[0]]
+
+
 def replicas_peak() -> list[int]:
     params = transformer(8, 256, 1024)
     optim = make(params, process_group=dist.group.WORLD, ns_dtype=torch.bfloat16)

@@ -20,11 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernel import optimizer
-from ranks import run_ranks
 
 regions = optimizer.regions
-dtensors = optimizer.distributed.dtensors
-process_groups = optimizer.distributed.process_groups
 Sharding, ShardedDim = regions.Sharding, regions.ShardedDim
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 12, 16, 23)
@@ -158,18 +155,6 @@ def dtensor(mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...]) -> 
     )
 
 
-def test_a_dtensor_tells_how_it_lies():
-    placements = [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]
-    with one_of(8, rank=5):
-        mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), _init_backend=False)
-        tensor = dtensor(mesh, placements, (10, 6))
-        found = dtensors.sharding_of(tensor)
-        assert found == sharding_of(mesh.mesh, placements)
-        assert regions.shape_of(found.region((10, 6), 5)) == tuple(tensor.to_local().shape)
-        assert dtensors.ranks_of(tensor) == tuple(range(8))
-        assert dtensors.sharding_of(torch.zeros(2, 2)) is None
-
-
 def make_muon(mesh: torch.Tensor, placements: list[Any], shape: tuple[int, ...]) -> None:
     with one_of(mesh.numel()):
         device_mesh = DeviceMesh("cpu", mesh, _init_backend=False)
@@ -198,52 +183,3 @@ def test_a_strided_shard_without_the_shards_that_it_strides_over_is_refused_by_n
     placements = [_StridedShard(0, split_factor=factor), Shard(0)]
     with pytest.raises(ValueError, match=r"^layers\.3\.wo\.weight has placement _StridedShard"):
         make_muon(mesh, placements, (16, 6))
-
-
-# -- process groups --------------------------------------------------------------------------------
-
-
-def sharded_on(mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0), Shard(0)], run_check=False)
-
-
-def groups_of_two_stages() -> tuple[list[int], float, bool]:
-    """Each stage is a mesh of two by two, whose ranks together have no group yet."""
-    rank = dist.get_rank()
-    stages = torch.tensor([[[0, 3], [4, 6]], [[1, 2], [5, 7]]])
-    meshes = [DeviceMesh("cpu", stage) for stage in stages]
-    number = next(n for n, stage in enumerate(stages) if rank in stage)
-    if rank in (1, 6):
-        dist.new_group([1, 6], use_local_synchronization=True)
-    for _ in range(rank % 3):  # torch would now name a next group differently on each
-        dist.new_group([rank], use_local_synchronization=True)
-    tensor = sharded_on(meshes[number])
-    ranks = sorted(stages[number].flatten().tolist())
-    group = process_groups.process_group(tensor, ranks)
-    total = torch.tensor(float(rank))
-    dist.all_reduce(total, group=group)
-    again = process_groups.process_group(sharded_on(meshes[number]), ranks)
-    return dist.get_process_group_ranks(group), total.item(), again is group
-
-
-def test_stages_make_groups_of_their_own_whatever_groups_their_ranks_are_in():
-    found = run_ranks(groups_of_two_stages, 8)
-    for stage in ([0, 3, 4, 6], [1, 2, 5, 7]):
-        for rank in stage:
-            assert found[rank] == (stage, float(sum(stage)), True)
-
-
-def groups_that_exist() -> list[bool]:
-    rank = dist.get_rank()
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
-    tensor = sharded_on(mesh)
-    rows, columns = mesh.get_group(0), mesh.get_group(1)
-    return [
-        process_groups.process_group(tensor, [rank % 2, rank % 2 + 2]) is rows,
-        process_groups.process_group(tensor, [rank // 2 * 2, rank // 2 * 2 + 1]) is columns,
-        process_groups.process_group(tensor, range(4)) is dist.group.WORLD,
-    ]
-
-
-def test_groups_of_a_mesh_and_of_the_world_serve_where_they_have_these_ranks():
-    assert run_ranks(groups_that_exist, 4) == 4 * [[True] * 3]
