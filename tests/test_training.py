@@ -1,9 +1,10 @@
-"""The example as a person runs it: torchrun, FSDP2, checkpoints, and Muon ahead of AdamW."""
+"""The examples as a person runs them: torchrun, FSDP2, checkpoints, and Muon ahead of AdamW."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import subprocess
@@ -20,7 +21,7 @@ TINY = ["--steps", "8", "--eval-every", "2", "--warmup", "2", "--eval-batches", 
 pytestmark = pytest.mark.slow
 
 
-def run(*arguments: object, ranks: int = 2, script: str = "train.py") -> str:
+def run(script: str, *arguments: object, ranks: int = 2) -> str:
     """Starts an example, once more where torchrun itself aborts, as it does once in thirty."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", EXAMPLES / script, *map(str, arguments)]
@@ -32,120 +33,102 @@ def run(*arguments: object, ranks: int = 2, script: str = "train.py") -> str:
     return done.stdout
 
 
-def run_here(*arguments: object, ranks: int = 2) -> None:
-    """The same without torchrun, on ranks that need not import torch anew."""
-    run_ranks(train_on_this_rank, ranks, list(map(str, arguments)), timeout=300)
+def run_here(script: str, *arguments: object, ranks: int = 2) -> list[str]:
+    """The same without torchrun, on ranks that need not import torch again."""
+    return run_ranks(on_this_rank, ranks, script, list(map(str, arguments)), timeout=300)
 
 
-def train_on_this_rank(arguments: list[str]) -> None:
+def on_this_rank(script: str, arguments: list[str]) -> str:
     sys.path.insert(0, str(EXAMPLES))
-    tests_own = sys.modules.pop("ranks")  # the example has a module of this name, too
-    import train
-
+    tests_own = sys.modules.pop("ranks")  # the examples have a module of this name, too
+    example = importlib.import_module(script.removesuffix(".py"))
     sys.modules["ranks"] = tests_own
-    sys.argv = ["train.py", *arguments]
-    train.main()
+    sys.argv = [script, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        example.main()
+    return printed.getvalue()
 
 
-def losses(folder: Path) -> list[tuple[str, str, str]]:
-    """Step, training and validation loss of every row, as written: all digits of the floats."""
+def log(folder: Path) -> list[dict[str, str]]:
     with (folder / "log.csv").open(newline="") as file:
-        return [(row["step"], row["train_loss"], row["val_loss"]) for row in csv.DictReader(file)]
+        return list(csv.DictReader(file))
+
+
+def losses(folder: Path) -> list[list[float]]:
+    """Step, training and validation loss of every row, all digits of the floats."""
+    keys = ("step", "train_loss", "val_loss")
+    return [[float(row[key] or 0) for key in keys] for row in log(folder)]
+
+
+LAYOUTS = [[], ["--experts", 2, "--tp", 2], ["--zero2", "--experts", 2, "--offload"]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_resuming_continues_bit_exactly(tmp_path, layout):
+    common = ["train.py", *TINY, "--optimizer", "muon", "--lr", "1e-2", *layout]
+    run_here(*common, "--out", tmp_path / "whole")
+    checkpoints = ["--checkpoint-dir", tmp_path / "checkpoints", "--save-every", "4"]
+    cut = [*common, "--out", tmp_path / "cut", *checkpoints]
+    run_here(*cut, "--stop-after", "5")
+    for late in (tmp_path / "checkpoints").glob("step-000005"):
+        late.rename(tmp_path / "unused")  # as if the run had died between two checkpoints
+    (run_here if layout else run)(*cut, "--resume")
+    assert len(losses(tmp_path / "whole")) == 8
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+UNCLIPPED = ["--grad-clip", "1e9"]
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"),
+    ("ranks", "layout", "plain_ranks", "plain"),
     [
-        ([], 2),
-        (["--experts", 2, "--tp", 2], 2),
-        (["--zero2", "--experts", 2, "--offload"], 2),
+        (2, ["--ddp", *UNCLIPPED], 2, UNCLIPPED),
+        (2, ["--zero2"], 2, UNCLIPPED),
+        (4, ["--hsdp", 2, *UNCLIPPED], 4, UNCLIPPED),
+        # The experts' balance is averaged over batches, of which there are two here, too.
+        (4, ["--experts", 2, "--tp", 2], 2, ["--experts", 2]),
     ],
     ids=str,
 )
-def test_resuming_continues_bit_exactly(tmp_path, layout, ranks):
-    common = [*TINY, "--optimizer", "muon", "--lr", "1e-2", *layout]
-    run_here(*common, "--out", tmp_path / "whole", ranks=ranks)
-    checkpoints = ["--checkpoint-dir", tmp_path / "checkpoints", "--save-every", "4"]
-    cut = [*common, "--out", tmp_path / "cut", *checkpoints]
-    run_here(*cut, "--stop-after", "5", ranks=ranks)
-    for late in (tmp_path / "checkpoints").glob("step-000005"):
-        late.rename(tmp_path / "unused")  # as if the run had died between two checkpoints
-    (run_here if layout else run)(*cut, "--resume", ranks=ranks)
-    whole = losses(tmp_path / "whole")
-    assert len(whole) == 8
-    assert losses(tmp_path / "cut") == whole
-
-
-def test_tensor_parallelism_trains_as_plain_sharding_does(tmp_path):
-    # The experts' balance is averaged over batches: compared is as many as with --tp 2 on 4 ranks.
-    common = [*TINY, "--experts", 2]
-    run_here(*common, "--out", tmp_path / "plain", ranks=2)
-    run_here(*common, "--out", tmp_path / "tp", "--tp", 2, ranks=4)
-    rounding = 1e-3  # Muon's arithmetic and wire are bf16
-    for plain, tp in zip(losses(tmp_path / "plain"), losses(tmp_path / "tp"), strict=True):
-        expected = [float(x or 0) for x in plain]
-        assert [float(x or 0) for x in tp] == pytest.approx(expected, rel=rounding)
-
-
-def test_a_run_writes_its_log_and_its_plot(tmp_path):
-    printed = run(*TINY, "--optimizer", "adamw", "--out", tmp_path)
-    assert "validation loss" in printed
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
+def test_layouts_train_as_plain_sharding_does(tmp_path, ranks, layout, plain_ranks, plain):
+    run_here("train.py", *TINY, *plain, "--out", tmp_path / "plain", ranks=plain_ranks)
+    run_here("train.py", *TINY, *layout, "--out", tmp_path / "layout", ranks=ranks)
+    for row, expected in zip(losses(tmp_path / "layout"), losses(tmp_path / "plain"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-3)  # bf16 arithmetic and wire
 
 
 def test_muon_reaches_a_loss_well_below_that_of_adamw(tmp_path):
     # One seed, and the best rates of both, which `make train` finds; it compares three seeds.
     final = {}
     for name, lr, rest in (("adamw", 8e-3, 6.4e-2), ("muon", 1.6e-2, 3.2e-2)):
-        run("--optimizer", name, "--lr", lr, "--adamw-lr", rest, "--out", tmp_path / name)
-        final[name] = float(losses(tmp_path / name)[-1][2])
+        out = tmp_path / name
+        printed = run("train.py", "--optimizer", name, "--lr", lr, "--adamw-lr", rest, "--out", out)
+        assert "validation loss" in printed and (out / "loss.png").stat().st_size > 10_000
+        final[name] = losses(out)[-1][2]
     assert final["muon"] < final["adamw"] - 0.1
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layouts"), [(2, [["--ddp"], ["--zero2"]]), (4, [["--hsdp", 2]])], ids=str
-)
-def test_replicas_train_as_plain_sharding_does(tmp_path, ranks, layouts):
-    unclipped = ["--grad-clip", "1e9"]
-    run_here(*TINY, *unclipped, "--out", tmp_path / "plain", ranks=ranks)
-    for layout in layouts:
-        clip = [] if layout == ["--zero2"] else unclipped
-        run_here(*TINY, *clip, *layout, "--out", tmp_path / layout[0], ranks=ranks)
-        rows = zip(losses(tmp_path / "plain"), losses(tmp_path / layout[0]), strict=True)
-        for plain, replicas in rows:
-            expected = [float(x or 0) for x in plain]
-            assert [float(x or 0) for x in replicas] == pytest.approx(expected, abs=1e-3)
-
-
-# The threshold is below the logits of the first weights, and steps are small beside those.
-CLIPPED = [*TINY, "--qk-clip", "0.05", "--lr", "3e-4"]
-
-
-def check_clipped(folder: Path) -> None:
-    assert len(losses(folder)) == 8
-    assert max(logits(folder)) <= 1.05 * 0.05 < max(logits(folder / "unclipped"))
-    assert (folder / "logits.png").stat().st_size > 10_000
-
-
-def test_one_plain_process_trains_without_torchrun_and_qk_clip_bounds_its_logits(tmp_path):
-    command = [sys.executable, EXAMPLES / "train.py", *CLIPPED, "--out", tmp_path]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    check_clipped(tmp_path)
-
-
-def test_qk_clip_bounds_logits_over_ranks(tmp_path):
-    run_here(*CLIPPED, "--out", tmp_path)
-    check_clipped(tmp_path)
-
-
-def logits(folder: Path) -> list[float]:
-    with (folder / "log.csv").open(newline="") as file:
-        return [float(row["max_logit"]) for row in csv.DictReader(file)]
+@pytest.mark.parametrize("is_alone", [True, False], ids=["one plain process", "ranks"])
+def test_qk_clip_bounds_logits(tmp_path, is_alone):
+    # The threshold is below the logits of the first weights, and steps are small beside those.
+    arguments = [*TINY, "--qk-clip", "0.05", "--lr", "3e-4", "--out", str(tmp_path)]
+    if is_alone:
+        command = [sys.executable, EXAMPLES / "train.py", *arguments]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+    else:
+        run_here("train.py", *arguments)
+    clipped, unclipped = (
+        max(float(row["max_logit"]) for row in log(folder))
+        for folder in (tmp_path, tmp_path / "unclipped")
+    )
+    assert len(log(tmp_path)) == 8 and clipped <= 1.05 * 0.05 < unclipped
+    assert (tmp_path / "logits.png").stat().st_size > 10_000
 
 
 def test_a_trace_has_the_phases_of_every_rank_and_makes_a_plot(tmp_path):
     where = ["--out", tmp_path, "--png", tmp_path / "step.png"]
-    run("--dim", 64, "--layers", 1, *where, script="trace.py")
+    run("trace.py", "--dim", 64, "--layers", 1, *where)
     phases = {f"Muon.{name}" for name in ("agree", "momentum", "orthogonalize", "weights", "adamw")}
     for rank in range(2):
         trace = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -153,30 +136,12 @@ def test_a_trace_has_the_phases_of_every_rank_and_makes_a_plot(tmp_path):
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("ranks", "arguments"),
-    [
-        (2, ["--layout", "fsdp"]),
-        (2, ["--layout", "ddp"]),
-        (3, ["--layout", "zero2"]),
-        (4, ["--layout", "fsdp:2+tp:2"]),
-        (4, ["--layout", "hsdp:2x2"]),
-        (4, ["--layout", "ep:2", "--experts", "4"]),
-    ],
-    ids=lambda value: "" if isinstance(value, int) else value[1],
-)
-def test_selfcheck_finds_nothing_in_the_examples_layouts(ranks, arguments):
-    for printed in run_ranks(selfcheck_on_this_rank, ranks, arguments, timeout=300):
-        assert printed.startswith("no finding\n3 steps on") or not printed
+CHECKED = {"fsdp": 2, "ddp": 2, "zero2": 3, "fsdp:2+tp:2": 4, "hsdp:2x2": 4, "ep:2": 4}
 
 
-def selfcheck_on_this_rank(arguments: list[str]) -> str:
-    sys.path.insert(0, str(EXAMPLES))
-    tests_own = sys.modules.pop("ranks")
-    import selfcheck
-
-    sys.modules["ranks"] = tests_own
-    sys.argv = ["selfcheck.py", *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        selfcheck.main()
-    return printed.getvalue()
+@pytest.mark.parametrize("layout", CHECKED)
+def test_selfcheck_finds_nothing_in_the_examples_layouts(layout):
+    experts = ["--experts", "4"] if layout.startswith("ep") else []
+    printed = run_here("selfcheck.py", "--layout", layout, *experts, ranks=CHECKED[layout])
+    assert all(text.startswith("no finding\n3 steps on") or not text for text in printed)
+    assert any(printed)
