@@ -44,14 +44,7 @@ def test_no_convenience_is_loaded_by_training():
     assert [name for name in loaded if name.split(".")[0] in CONVENIENCES] == []
 
 
-@pytest.mark.parametrize("name", optimizer.__all__)
-def test_every_public_name_is_listed_and_there(name):
-    assert name in dir(optimizer)
-    assert getattr(optimizer, name).__name__.split(".")[-1] == name
-
-
 def test_what_is_no_name_of_the_package_says_so():
-    assert optimizer.muon.get_default_muon_param_groups is optimizer.get_default_muon_param_groups
     with pytest.raises(AttributeError, match="nothing"):
         _ = optimizer.nothing
 
