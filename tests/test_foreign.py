@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,8 @@ import foreign_sources as sources
 from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
 from layouts import case as named
-from layouts import part_for, whole
+from layouts import part, part_for, whole
+from on_ranks import on_ranks
 from ranks import run_ranks
 
 Muon, MuonAdamW, presets = optimizer.Muon, optimizer.MuonAdamW, optimizer.presets
@@ -38,9 +38,7 @@ Muon, MuonAdamW, presets = optimizer.Muon, optimizer.MuonAdamW, optimizer.preset
 MATRICES = [(6, 10), (12, 4), (6, 10), (12, 4), (8, 8), (6, 10), (6, 10)]
 KERNELS = [(6, 10), (4, 3, 3, 3), (12, 4), (8, 5, 2, 2), (6, 10), (4, 3, 3, 3), (12, 4)]
 OTHERS = [(9, 120), (6,), (3, 4)]  # nanochat divides the first over ranks
-
-STEPS, RANKS = 3, 3
-DAMAGES = 25
+STEPS = 3
 
 # Of the movement of each weight. eps is added to other norms here: 1e-7 of them, which the
 # iteration enlarges; nanochat's second moments are kept in fp32.
@@ -63,21 +61,17 @@ def weights(shapes: Sequence[tuple[int, ...]], seed: int, dtype=torch.float64) -
     ]
 
 
-def gradient(p: torch.Tensor, t: int, index: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * t + index)
-    return torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-
-
 def train(params: Params, optimizers: Sequence[Any], steps: range) -> None:
     for t in steps:
         for index, p in enumerate(params):
-            p.grad = part_for(p, gradient(p, t, index))
+            generator = torch.Generator().manual_seed(1000 * t + index)
+            grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.grad = part_for(p, grad.to(p.dtype))
         for each in optimizers:
             each.step()
 
 
-def by_shape(params: Params) -> list[Params]:
-    return [[p for p in params if p.shape == shape] for shape in sorted({p.shape for p in params})]
+# Sources, and their counterparts here
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,6 @@ class Case:
     Args:
         kind: of `load_foreign_state_dict`.
         source: from matrices and the rest, the optimizers that train them.
-        pack: from the state dicts of each rank, ``states``.
         ours: from matrices, the rest, and options, the optimizer here.
         shapes: of the matrices.
         ranks: how many train the source together.
@@ -95,31 +88,21 @@ class Case:
 
     kind: str
     source: Callable[[Params, Params], list[Any]]
-    pack: Callable[[list[list[Any]]], Any]
     ours: Callable[..., Any]
     shapes: Sequence[tuple[int, ...]] = tuple(MATRICES)
     ranks: int = 1
 
+    def params(self) -> tuple[Params, Params]:
+        return weights(self.shapes, 0), weights(OTHERS, 1)
 
-def alone(files: list[list[Any]]) -> Any:
-    return files[0][0]
-
-
-def of_ranks(files: list[list[Any]]) -> Any:
-    return [own[0] for own in files]
-
-
-def of_two(files: list[list[Any]]) -> Any:
-    """Muon's, of all ranks if there are several, and AdamW's."""
-    muon = [own[0] for own in files]
-    return {"muon": muon if len(files) > 1 else muon[0], "adamw": files[0][1]}
+    def loaded(self, states: Any, **options: Any) -> Any:
+        ours = self.ours(*self.params(), **options)
+        ours.load_foreign_state_dict(states, kind=self.kind)
+        return ours
 
 
-def in_groups(muon: Params, others: Params, **options: Any) -> list[dict[str, Any]]:
-    return [
-        {"params": muon, "use_muon": True, **options},
-        {"params": others, "use_muon": False, **options},
-    ]
+def in_groups(muon: Params, others: Params) -> list[dict[str, Any]]:
+    return [{"params": muon, "use_muon": True}, {"params": others, "use_muon": False}]
 
 
 def named_groups(muon: Params, others: Params) -> list[dict[str, Any]]:
@@ -128,17 +111,12 @@ def named_groups(muon: Params, others: Params) -> list[dict[str, Any]]:
     return groups
 
 
-def from_preset(preset: Callable[..., dict[str, Any]], *args: Any, **options: Any) -> Any:
-    given = preset(*args)
-    return Muon(**{**given, **options})
-
-
 def our_torch_muon(muon: Params, others: Params, **options: Any) -> Any:
-    return from_preset(presets.torch_muon, in_groups(muon, others), **{**WRONG, **options})
+    return Muon(**{**presets.torch_muon(in_groups(muon, others)), **WRONG, **options})
 
 
 def our_motif(muon: Params, others: Params, **options: Any) -> Any:
-    return from_preset(presets.motif, named_groups(muon, others), **{**WRONG, **options})
+    return Muon(**{**presets.motif(named_groups(muon, others)), **WRONG, **options})
 
 
 def our_moonlight(muon: Params, others: Params, **options: Any) -> Any:
@@ -147,16 +125,11 @@ def our_moonlight(muon: Params, others: Params, **options: Any) -> Any:
 
 
 def our_keller_jordan(muon: Params, others: Params, **options: Any) -> Any:
-    groups = [
-        {"params": others, "use_muon": False, **WRONG},
-        {"params": muon[:4], "use_muon": True, **WRONG},
-        {"params": muon[4:], "use_muon": True, **WRONG},
-    ]
-    return from_preset(presets.keller_jordan, groups, **options)
+    return Muon(**{**presets.keller_jordan(aux_groups(muon, others, **WRONG)), **options})
 
 
 def our_keller_jordans_matrices(muon: Params, others: Params, **options: Any) -> Any:
-    ours = from_preset(presets.keller_jordan, muon, **{**WRONG, **options})
+    ours = Muon(**{**presets.keller_jordan(muon), **WRONG, **options})
     ours.add_param_group({"params": others, "use_muon": False})
     return ours
 
@@ -165,11 +138,22 @@ def our_nanochat(muon: Params, others: Params, **options: Any) -> Any:
     return MuonAdamW(nanochat_groups(muon, others, **WRONG), **options)
 
 
+NANOCHAT = dict(kind="muon", lr=0.02, momentum=0.9, ns_steps=5, beta2=0.9, weight_decay=0.2)
+
+
 def nanochat_groups(muon: Params, others: Params, **options: Any) -> list[dict[str, Any]]:
     adamw = dict(kind="adamw", lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
-    own = dict(kind="muon", lr=0.02, momentum=0.9, ns_steps=5, beta2=0.9, weight_decay=0.2)
     groups = [{**adamw, "params": others[:2]}, {**adamw, "params": others[2:], "lr": 0.03}]
-    groups += [{**own, "params": same} for same in by_shape(muon)]
+    for shape in sorted({p.shape for p in muon}):
+        groups.append({**NANOCHAT, "params": [p for p in muon if p.shape == shape]})
+    return [{**group, **options} for group in groups]
+
+
+def aux_groups(muon: Params, others: Params, **options: Any) -> list[dict[str, Any]]:
+    adam = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False}
+    own = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "use_muon": True}
+    groups = [{**adam, "params": others}, {**own, "params": muon[:4]}]
+    groups.append({**own, "params": muon[4:], "lr": 0.03})
     return [{**group, **options} for group in groups]
 
 
@@ -177,98 +161,60 @@ def adamw_of(others: Params) -> Any:
     return torch.optim.AdamW(others, lr=0.01, betas=(0.8, 0.9), eps=1e-9, weight_decay=0.05)
 
 
-def aux_groups(muon: Params, others: Params) -> list[dict[str, Any]]:
-    adam = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False}
-    own = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "use_muon": True}
-    return [
-        {**adam, "params": others},
-        {**own, "params": muon[:4]},
-        {**own, "params": muon[4:], "lr": 0.03},
-    ]
+def torch_muon(muon: Params, others: Params) -> list[Any]:
+    return [sources.TorchMuon(muon, lr=0.02, momentum=0.9, weight_decay=0.2), adamw_of(others)]
 
 
-ALONE = {
-    "torch_muon": Case(
-        "torch_muon",
-        lambda muon, others: [
-            sources.TorchMuon(muon, lr=0.02, momentum=0.9, weight_decay=0.2),
-            adamw_of(others),
-        ],
-        of_two,
-        our_torch_muon,
-    ),
-    "motif": Case(
-        "motif",
-        lambda muon, others: [sources.Motif(named_groups(muon, others), lr=0.02, momentum=0.9)],
-        alone,
-        our_motif,
-    ),
-    "llamafactory": Case(
-        "llamafactory",
-        lambda muon, others: [
-            sources.Moonlight(lr=0.02, wd=0.2, muon_params=muon, momentum=0.9, adamw_params=others)
-        ],
-        alone,
-        our_moonlight,
-    ),
-    "nanochat": Case(
-        "nanochat",
-        lambda muon, others: [sources.Nanochat(nanochat_groups(muon, others))],
-        alone,
-        our_nanochat,
-    ),
-    "keller_jordan": Case(
-        "keller_jordan",
-        lambda muon, others: [sources.KellerJordan(aux_groups(muon, others))],
-        alone,
-        our_keller_jordan,
-        tuple(KERNELS),
-    ),
+def motif(muon: Params, others: Params) -> list[Any]:
+    return [sources.Motif(named_groups(muon, others), lr=0.02, momentum=0.9)]
+
+
+def moonlight(muon: Params, others: Params) -> list[Any]:
+    given = {"lr": 0.02, "wd": 0.2, "momentum": 0.9}
+    return [sources.Moonlight(**given, muon_params=muon, adamw_params=others)]
+
+
+def nanochat(muon: Params, others: Params, distributed: bool = False) -> list[Any]:
+    return [sources.Nanochat(nanochat_groups(muon, others), distributed)]
+
+
+def keller_jordan(muon: Params, others: Params, distributed: bool = False) -> list[Any]:
+    return [sources.KellerJordan(aux_groups(muon, others), distributed)]
+
+
+def keller_jordans_matrices(muon: Params, others: Params, distributed: bool = False) -> list[Any]:
+    return [sources.KellerJordan(muon, distributed, lr=0.03, momentum=0.9), adamw_of(others)]
+
+
+def keller_jordan_by_size(muon: Params, others: Params, distributed: bool) -> list[Any]:
+    return [sources.KellerJordanBySize(muon, lr=0.03), adamw_of(others)]
+
+
+ALONE: dict[str, Case] = {
+    "torch_muon": Case("torch_muon", torch_muon, our_torch_muon),
+    "motif": Case("motif", motif, our_motif),
+    "llamafactory": Case("llamafactory", moonlight, our_moonlight),
+    "nanochat": Case("nanochat", nanochat, our_nanochat),
+    "keller_jordan": Case("keller_jordan", keller_jordan, our_keller_jordan, tuple(KERNELS)),
     "keller_jordan, matrices": Case(
-        "keller_jordan",
-        lambda muon, others: [
-            sources.KellerJordan(muon, lr=0.03, momentum=0.9),
-            adamw_of(others),
-        ],
-        of_two,
-        our_keller_jordans_matrices,
+        "keller_jordan", keller_jordans_matrices, our_keller_jordans_matrices
     ),
 }
-
-DISTRIBUTED = {
-    "nanochat": Case(
-        "nanochat",
-        lambda muon, others: [sources.Nanochat(nanochat_groups(muon, others), distributed=True)],
-        of_ranks,
-        our_nanochat,
-        ranks=RANKS,
-    ),
-    "keller_jordan": Case(
-        "keller_jordan",
-        lambda muon, others: [sources.KellerJordan(aux_groups(muon, others), distributed=True)],
-        of_ranks,
-        our_keller_jordan,
-        tuple(KERNELS),
-        RANKS,
-    ),
-    "keller_jordan, matrices": Case(
-        "keller_jordan",
-        lambda muon, others: [
-            sources.KellerJordan(muon, distributed=True, lr=0.03, momentum=0.9),
-            adamw_of(others),
-        ],
-        of_two,
-        our_keller_jordans_matrices,
-        ranks=RANKS,
-    ),
-    "keller_jordan, by number of elements": Case(
-        "keller_jordan",
-        lambda muon, others: [sources.KellerJordanBySize(muon, lr=0.03), adamw_of(others)],
-        of_two,
-        our_keller_jordans_matrices,
-        ranks=RANKS,
-    ),
+OF_RANKS: dict[str, Case] = {
+    f"{name} of ranks": Case(
+        case.kind, functools.partial(case.source, distributed=True), case.ours, case.shapes, ranks=3
+    )
+    for name, case in {
+        **{
+            name: case for name, case in ALONE.items() if case.kind in ("nanochat", "keller_jordan")
+        },
+        "keller_jordan, by number of elements": Case(
+            "keller_jordan", keller_jordan_by_size, our_keller_jordans_matrices
+        ),
+    }.items()
 }
+CASES = {**ALONE, **OF_RANKS}
+each_case = pytest.mark.parametrize("name", CASES)
 
 
 @dataclass(frozen=True)
@@ -285,151 +231,101 @@ class Trained:
     before: list[torch.Tensor]
     after: list[torch.Tensor]
 
-    def states(self, case: Case) -> Any:
-        return case.pack(copy.deepcopy(self.files))
+    @property
+    def states(self) -> Any:
+        """Copies of the state dicts, of all ranks if there are several."""
+        first, *others = zip(*copy.deepcopy(self.files))
+        muon = list(first) if len(first) > 1 else first[0]
+        return {"muon": muon, "adamw": others[0][0]} if others else muon
 
 
-def train_source(case: Case, path: Path | None = None) -> Trained:
-    """With ``path``, where each rank writes a file of its own; it gets them all."""
-    muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
-    params = [*muon, *others]
-    optimizers = case.source(muon, others)
+def train_source(name: str) -> Trained:
+    muon, others = CASES[name].params()
+    params, optimizers = [*muon, *others], CASES[name].source(muon, others)
     train(params, optimizers, range(STEPS))
-    own = [each.state_dict() for each in optimizers]
+    files = [through_torch_save([each.state_dict() for each in optimizers])]
     before = [p.detach().clone() for p in params]
-    files = [through_torch_save(own)]
-    if path is not None:
-        torch.save(own, path / f"rank{dist.get_rank()}.pt")
-        dist.barrier()
-        files = [
-            torch.load(path / f"rank{rank}.pt", weights_only=True)
-            for rank in range(dist.get_world_size())
-        ]
     train(params, optimizers, range(STEPS, 2 * STEPS))
     return Trained(files, before, [p.detach().clone() for p in params])
 
 
 @functools.cache
 def trained(name: str) -> Trained:
-    return train_source(ALONE[name])
-
-
-def train_sources(path: str) -> dict[str, Trained]:
-    found = {}
-    for number, (name, case) in enumerate(DISTRIBUTED.items()):
-        directory = Path(path, str(number))
-        directory.mkdir(exist_ok=True)
-        found[name] = train_source(case, directory)
-    return found
-
-
-@pytest.fixture(scope="module")
-def distributed(tmp_path_factory) -> dict[str, Trained]:
-    """What three ranks have trained and written, one file each."""
-    results = run_ranks(train_sources, RANKS, str(tmp_path_factory.mktemp("sources")))
-    for name, first in results[0].items():
-        for other in results[1:]:
-            assert all(map(torch.equal, first.after, other[name].after)), name
-    return results[0]
+    if CASES[name].ranks == 1:
+        return train_source(name)
+    ranks = run_ranks(train_source, CASES[name].ranks, name)
+    for other in ranks[1:]:
+        assert_equal(other.after, ranks[0].after)
+    return Trained([rank.files[0] for rank in ranks], ranks[0].before, ranks[0].after)
 
 
 def go_on(
-    case: Case,
+    name: str,
     source: Trained,
     place: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     offload: bool = False,
     **options: Any,
-) -> Any:
-    """Migrates, goes on, and compares; returns the optimizer."""
-    params = [nn.Parameter(place(W)) for W in source.before]
-    muon, others = params[: len(case.shapes)], params[len(case.shapes) :]
-    ours = case.ours(muon, others, **options)
+) -> None:
+    """Migrates, goes on, and compares."""
+    case, params = CASES[name], [nn.Parameter(place(W)) for W in source.before]
+    ours = case.ours(params[: len(case.shapes)], params[len(case.shapes) :], **options)
     if offload:
         ours.turn_on_cpu_offload(backend=optimizer.SimulatedHost())
-    ours.load_foreign_state_dict(source.states(case), kind=case.kind)
+    ours.load_foreign_state_dict(source.states, kind=case.kind)
+    assert all(group["lr"] != WRONG["lr"] for group in ours.param_groups)
     train(params, [ours], range(STEPS, 2 * STEPS))
     for index, (p, before, after) in enumerate(zip(params, source.before, source.after)):
-        p = whole(p)
-        error = (p.detach() - after).norm() / (after - before).norm()
+        error = (whole(p).detach() - after).norm() / (after - before).norm()
         assert error < FLOAT64, (index, tuple(p.shape), error)
-    return ours
 
 
-# One device
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@each_case
+def test_training_goes_on_as_the_sources_would(name, offload):
+    go_on(name, trained(name), offload=offload)
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_training_goes_on_as_the_sources_would(name):
-    ours = go_on(ALONE[name], trained(name))
-    assert all(group["lr"] != WRONG["lr"] for group in ours.param_groups)
-
-
-@pytest.mark.parametrize("name", DISTRIBUTED)
-def test_one_device_goes_on_from_the_files_of_three_ranks(name, distributed):
-    ours = go_on(DISTRIBUTED[name], distributed[name])
-    assert all(group["lr"] != WRONG["lr"] for group in ours.param_groups)
-
-
-@pytest.mark.parametrize("name", [name for name in ALONE if name != "nanochat"])
+@pytest.mark.parametrize("name", [name for name in CASES if "nanochat" not in name])
 def test_momentum_of_the_other_convention_gives_the_same_updates(name):
     style = "ema" if name in ("motif", "llamafactory") else "classical"
-    go_on(ALONE[name], trained(name), momentum_style=style)
+    go_on(name, trained(name), momentum_style=style)
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_state_is_taken_over_into_host_memory(name):
-    go_on(ALONE[name], trained(name), offload=True)
-
-
-# Several ranks
-
-
-def place_rows(W: torch.Tensor) -> torch.Tensor:
-    return distribute_tensor(W, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-
-
-def place_columns(W: torch.Tensor) -> torch.Tensor:
-    mesh = init_device_mesh("cpu", (2,))
-    return distribute_tensor(W, mesh, [Shard(W.ndim - 1)], src_data_rank=None)
-
-
-LAYOUTS = {
-    "FSDP2": (place_rows, {}),
-    "columns": (place_columns, {}),
-    "replicas": (torch.clone, {"process_group": True}),
-    "ZeRO-2": (torch.clone, {"process_group": True, "grad_reduce": "mean"}),
-    "ZeRO-2, offloaded": (
-        torch.clone,
-        {"process_group": True, "grad_reduce": "mean", "offload": True},
-    ),
+REPLICAS, ZERO2 = {"process_group": True}, {"process_group": True, "grad_reduce": "mean"}
+LAYOUTS: dict[str, tuple[Sequence[Any] | None, dict[str, Any]]] = {
+    "FSDP2": ([Shard(0)], {}),
+    "columns": ([Shard(-1)], {}),
+    "replicas": (None, REPLICAS),
+    "ZeRO-2": (None, ZERO2),
+    "ZeRO-2, offloaded": (None, {**ZERO2, "offload": True}),
 }
+STRIDED = {"FSDP2 over TP": ([_StridedShard(0, split_factor=2), Shard(0)], {})}
 
 
-def go_on_in_layouts(every: dict[str, Trained], cases: str) -> None:
-    for name, source in every.items():
-        for layout, (place, options) in LAYOUTS.items():
-            if "process_group" in options:
-                options = {**options, "process_group": dist.group.WORLD}
-            with named(f"{name}, {layout}"):
-                go_on(globals()[cases][name], source, place, **options)
+def placed(W: torch.Tensor, mesh: Any, placements: Sequence[Any] | None) -> torch.Tensor:
+    if placements is None:
+        return W.clone()
+    return part(W, mesh, [Shard(W.ndim - 1) if p == Shard(-1) else p for p in placements])
+
+
+def go_on_in_layouts(name: str, source: Trained, layouts: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", (2,) if dist.get_world_size() == 2 else (2, 2))
+    for layout, (placements, options) in layouts.items():
+        if "process_group" in options:
+            options = {**options, "process_group": dist.group.WORLD}
+        place = functools.partial(placed, mesh=mesh, placements=placements)
+        with named(layout):
+            go_on(name, source, place, **options)
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_from_the_files_of_three_in_every_layout(distributed):
-    run_ranks(go_on_in_layouts, 2, distributed, "DISTRIBUTED")
-
-
-@pytest.mark.slow
-def test_two_ranks_go_on_from_the_file_of_one_in_every_layout():
-    run_ranks(go_on_in_layouts, 2, {name: trained(name) for name in ALONE}, "ALONE")
+@each_case
+def test_ranks_go_on_in_every_layout(name):
+    run_ranks(go_on_in_layouts, 2, name, trained(name), LAYOUTS)
+    run_ranks(go_on_in_layouts, 4, name, trained(name), STRIDED)
 
 
 # torch's own
-
-
-def torchs_own(muon: Params, others: Params, **adamw: Any) -> list[Any]:
-    own = dict(lr=0.02, momentum=0.9, weight_decay=0.2)
-    return [torch.optim.Muon(muon, **own), torch.optim.AdamW(others, lr=0.01, **adamw)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -437,21 +333,17 @@ def test_torchs_own_muon_and_adamw_go_on(dtype):
     shapes = [(96, 96), (128, 48), (48, 128)]  # fewer numbers round too far apart in bfloat16
     muon, others = weights(shapes, 0, dtype), weights(OTHERS, 1, dtype)
     lr = 0.3 if dtype == torch.bfloat16 else 0.02  # far above a bit of the weights
-    theirs = torchs_own(muon, others)
-    theirs[0].param_groups[0]["lr"] = theirs[1].param_groups[0]["lr"] = lr
+    own = torch.optim.Muon(muon, lr=lr, momentum=0.9, weight_decay=0.2)
+    theirs = [own, torch.optim.AdamW(others, lr=lr)]
     train([*muon, *others], theirs, range(STEPS))
-    saved = through_torch_save(of_two([[each.state_dict() for each in theirs]]))
+    saved = through_torch_save([each.state_dict() for each in theirs])
     before = [p.detach().clone() for p in (*muon, *others)]
     params = [nn.Parameter(p.clone()) for p in before]
     groups = in_groups(params[: len(muon)], params[len(muon) :])
     ours = Muon(**presets.torch_muon(groups), ns_dtype=torch.bfloat16)
-    ours.load_foreign_state_dict(saved, kind="torch_muon")
-    for p, q in zip(params, muon):
-        momentum = ours.state[p]["momentum_buffer"]
-        assert momentum.dtype == dtype and torch.equal(momentum, saved_momentum(theirs[0], q))
-    for p, q in zip(params[len(muon) :], others):
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(ours.state[p][key], theirs[1].state[q][key])
+    ours.load_foreign_state_dict(dict(zip(("muon", "adamw"), saved)), kind="torch_muon")
+    for p, q in zip(params, (*muon, *others)):
+        assert_equal(dict(ours.state[p]), dict(theirs[q not in set(muon)].state[q]))
     train([*muon, *others], theirs, range(STEPS, 2 * STEPS))
     train(params, [ours], range(STEPS, 2 * STEPS))
     for p, q, start in zip(params, (*muon, *others), before):
@@ -459,19 +351,10 @@ def test_torchs_own_muon_and_adamw_go_on(dtype):
         assert (moved[0] - moved[1]).norm() < BFLOAT16 * moved[1].norm()
 
 
-def saved_momentum(theirs: torch.optim.Optimizer, p: nn.Parameter) -> torch.Tensor:
-    return theirs.state[p]["momentum_buffer"]
-
-
 @pytest.mark.parametrize("absent", ["muon", "adamw"])
 def test_one_of_two_optimizers_may_start_anew(absent):
-    case = ALONE["torch_muon"]
-    saved = trained("torch_muon").states(case)
-    ours = case.ours(weights(MATRICES, 0), weights(OTHERS, 1))
-    del saved[absent]
-    with pytest.raises(ValueError, match=f"states has nothing for .*'{absent}': None"):
-        ours.load_foreign_state_dict(saved, kind="torch_muon")
-    ours.load_foreign_state_dict({**saved, absent: None}, kind="torch_muon")
+    states = trained("torch_muon").states
+    ours = ALONE["torch_muon"].loaded({**states, absent: None})
     state = ours.state_dict()["state"]
     assert state[0]["momentum_buffer"].any() == (absent == "adamw")
     assert state[len(MATRICES)]["step"] == (0 if absent == "adamw" else STEPS)
@@ -480,14 +363,13 @@ def test_one_of_two_optimizers_may_start_anew(absent):
 class Model(nn.Module):
     """Its parameters come in another order than those of Muon and AdamW."""
 
-    def __init__(self, seed: int = 0, wide: int = 6):
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList([nn.Linear(4, wide), nn.Linear(wide, 4)])
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
         self.norm = nn.LayerNorm(4)
-        self.frozen = nn.Linear(4, 4)
-        self.frozen.requires_grad_(False)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.head = nn.Linear(4, 7, bias=False)
         self.double()
 
@@ -510,8 +392,8 @@ def ours_of(model: nn.Module, **options: Any) -> Any:
     return Muon(optimizer.muon.get_default_muon_param_groups(model), **options)
 
 
-def adamw_beside(model: Model, **options: Any) -> Any:
-    params = model.named_parameters() if options.pop("named", False) else model.parameters()
+def adamw_beside(model: Model, is_named: bool = False, **options: Any) -> Any:
+    params = model.named_parameters() if is_named else model.parameters()
     theirs = torch.optim.AdamW(params, lr=0.01, betas=(0.8, 0.9), eps=1e-9, **options)
     train_model(model, theirs)
     return theirs
@@ -530,28 +412,20 @@ FORMS = {
 def test_one_adamw_of_everything_gives_moments_and_seeds_momentum(form, style):
     is_named, params = FORMS[form]
     model = Model()
-    theirs = adamw_beside(model, named=is_named, weight_decay=0.3)
+    theirs = adamw_beside(model, is_named, weight_decay=0.3)
     saved, other = through_torch_save(theirs.state_dict()), copy.deepcopy(model)
     ours = ours_of(other, momentum_style=style, momentum=0.75)
-    if form == "names":  # of a frozen one, which no group has, there is only the name
-        ours.add_param_group({"params": [("x", nn.Parameter(torch.zeros(3)))], "use_muon": False})
-        ours.param_groups.pop(), ours._names.pop()
     ours.load_foreign_state_dict(saved, kind="torch_adamw", params=params(other))
-    for (name, p), q in zip(model.named_parameters(), other.parameters()):
-        if not q.requires_grad:
-            assert q not in ours.state, name
-            continue
-        own, expected = ours.state[q], theirs.state[p]
+    for p, q in zip(model.parameters(), other.parameters()):
         if q in set(ours.param_groups[0]["params"]):
-            seed = expected["exp_avg"] * (1 if style == "ema" else 4)
-            assert list(own) == ["momentum_buffer"] and torch.equal(own["momentum_buffer"], seed)
-        else:
-            assert all(torch.equal(own[key], expected[key]) for key in expected), name
-    for group in ours.param_groups:
-        assert group["lr"] == 0.01 and group["weight_decay"] == 0.3
+            seed = theirs.state[p]["exp_avg"] * (1 if style == "ema" else 4)
+            assert_equal(dict(ours.state[q]), {"momentum_buffer": seed})
+        else:  # of a frozen one there is none
+            assert_equal(ours.state.get(q, {}), theirs.state.get(p, {}))
+    assert [(g["lr"], g["weight_decay"]) for g in ours.param_groups] == [(0.01, 0.3)] * 2
+    adamw = ours.param_groups[1]
     assert ours.param_groups[0]["momentum"] == 0.75
-    assert ours.param_groups[1]["adamw_betas"] == (0.8, 0.9)
-    assert ours.param_groups[1]["adamw_eps"] == 1e-9
+    assert (adamw["adamw_betas"], adamw["adamw_eps"]) == ((0.8, 0.9), 1e-9)
     embeddings = model.embed.weight, other.embed.weight
     for p in embeddings:
         p.grad = torch.ones_like(p)
@@ -562,10 +436,9 @@ def test_one_adamw_of_everything_gives_moments_and_seeds_momentum(form, style):
 
 def test_adamws_rates_go_to_matrices_only_with_the_scale_they_fit():
     model = Model()
-    theirs = adamw_beside(model, weight_decay=0.3)
+    saved = adamw_beside(model, weight_decay=0.3).state_dict()
     ours = ours_of(model, adjust_lr="original", lr=0.02, weight_decay=0.1)
-    params = model.parameters()
-    ours.load_foreign_state_dict(theirs.state_dict(), kind="torch_adamw", params=params)
+    ours.load_foreign_state_dict(saved, kind="torch_adamw", params=model.parameters())
     rates = [(group["lr"], group["weight_decay"]) for group in ours.param_groups]
     assert rates == [(0.02, 0.1), (0.01, 0.3)]
 
@@ -574,104 +447,78 @@ def test_adamws_rates_go_to_matrices_only_with_the_scale_they_fit():
 def test_state_by_names_is_told_by_names(kind):
     model = Model()
     if kind == "motif":
-        groups = optimizer.muon.get_default_muon_param_groups(model)
-        matrices, names = groups[0]["params"], groups[0].pop("names")
-        groups[1].pop("names")
-        theirs = sources.Motif([groups[1], groups[0]], lr=0.01)  # in another order
+        muon, adamw = optimizer.muon.get_default_muon_param_groups(model)
+        adamw.pop("names"), muon.pop("names")
+        theirs = sources.Motif([adamw, muon], lr=0.01)  # in another order
         train_model(model, theirs)
-        assert names[0].startswith("layers") and len(matrices) == 2
     else:
         theirs = adamw_beside(model)
-        for q in model.frozen.parameters():  # which torch wants to know, too
-            q.requires_grad_(True)
+    trained_params = [p for p in model.parameters() if p.requires_grad]
     state = {p: dict(own) for p, own in theirs.state.items()}
+    if kind == "torch_adamw":  # torch wants to know the frozen ones, too
+        model.frozen.requires_grad_(True)
     saved = through_torch_save(get_optimizer_state_dict(model, theirs))
-    for q in model.frozen.parameters():
-        q.requires_grad_(False)
+    model.frozen.requires_grad_(False)
     ours = ours_of(model, momentum_style="ema" if kind == "torch_adamw" else "classical")
     ours.load_foreign_state_dict(saved, kind=kind)
-    for p in model.parameters():
-        if not p.requires_grad:
-            continue
+    old = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+    old = {"momentum_buffer": "exp_avg"} if kind == "torch_adamw" else old
+    for p in trained_params:
         for key, value in ours.state[p].items():
-            old = {"exp_avg": "moment1", "exp_avg_sq": "moment2"} if kind == "motif" else {}
-            if kind == "torch_adamw" and key == "momentum_buffer":
-                key = "exp_avg"
             assert torch.equal(value, state[p][old.get(key, key)])
     assert all(group["lr"] == 0.01 for group in ours.param_groups)
 
 
 def test_a_scheduler_goes_on_from_a_checkpoint_of_another_optimizer():
-    def make(optim: Any) -> Any:
-        return lr_scheduler.CosineAnnealingLR(optim, 10)
-
     model = Model()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = make(theirs)
+    schedule = lr_scheduler.CosineAnnealingLR(theirs, 10)
     for _ in range(4):
         train_model(model, theirs, 1)
         schedule.step()
     ours = ours_of(model)
-    saved, at = through_torch_save(theirs.state_dict()), through_torch_save(schedule.state_dict())
+    saved, at = through_torch_save([theirs.state_dict(), schedule.state_dict()])
     ours.load_foreign_state_dict(saved, kind="torch_adamw", params=model.parameters())
     rates = [group["lr"] for group in ours.param_groups]
-    resumed = make(ours)
+    assert rates == [theirs.param_groups[0]["lr"]] * 2
+    resumed = lr_scheduler.CosineAnnealingLR(ours, 10)
     resumed.load_state_dict({**at, "base_lrs": [g["initial_lr"] for g in ours.param_groups]})
     for group, rate in zip(ours.param_groups, rates):
         group["lr"] = rate
-    assert rates == [theirs.param_groups[0]["lr"]] * 2
     for _ in range(5):
-        model.norm.weight.grad = torch.ones_like(model.norm.weight)
-        schedule.step(), ours.step(), resumed.step()
-        assert [group["lr"] for group in ours.param_groups] == pytest.approx(
-            [theirs.param_groups[0]["lr"]] * 2
-        )
+        schedule.step(), resumed.step()
+        expected = [theirs.param_groups[0]["lr"]] * 2
+        assert [group["lr"] for group in ours.param_groups] == pytest.approx(expected)
+
+
+# What is taken over, and what is not
 
 
 def test_hyperparameters_stay_where_they_are_not_wanted():
-    ours = ALONE["motif"].ours(weights(MATRICES, 0), weights(OTHERS, 1))
+    ours = ALONE["motif"].ours(*ALONE["motif"].params())
     before = [{k: v for k, v in group.items() if k != "params"} for group in ours.param_groups]
-    states = trained("motif").states(ALONE["motif"])
-    ours.load_foreign_state_dict(states, kind="motif", hyperparameters=False)
+    ours.load_foreign_state_dict(trained("motif").states, kind="motif", hyperparameters=False)
     for group, own in zip(ours.param_groups, before):
         assert {k: group[k] for k in own} == own
     assert ours.state_dict()["state"][0]["momentum_buffer"].any()
 
 
 def test_group_options_that_no_checkpoint_has_stay_as_they_are():
-    case, options = ALONE["torch_muon"], {"cautious": True, "ns_coefficients": "polar_express"}
-    ours = case.ours(weights(MATRICES, 0), weights(OTHERS, 1), beta2=0.5)
+    options = {"cautious": True, "ns_coefficients": "polar_express", "beta2": 0.5}
+    case = ALONE["torch_muon"]
+    ours = case.ours(*case.params(), beta2=0.5)
     ours.param_groups[0].update(options)
-    ours.load_foreign_state_dict(trained("torch_muon").states(case), kind="torch_muon")
+    ours.load_foreign_state_dict(trained("torch_muon").states, kind="torch_muon")
     assert {key: ours.param_groups[0][key] for key in options} == options
-    assert ours.param_groups[0]["beta2"] == 0.5
     assert not ours.state_dict()["state"][0]["second_momentum_buffer"].any()
 
 
-def test_different_hyperparameters_within_one_group_are_refused():
-    model = Model()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    theirs = torch.optim.AdamW(groups, lr=0.01)
-    train_model(model, theirs)
-    ours, given = ours_of(model), [*matrices, *vectors]
-    load = functools.partial(
-        ours.load_foreign_state_dict, theirs.state_dict(), kind="torch_adamw", params=given
-    )
-    with pytest.raises(ValueError, match=r"weight_decay is 0.1 for embed.*but 0.0 for .*groups of"):
-        load()
-    load(hyperparameters=False)
-
-
-def test_a_checkpoint_from_before_the_first_step_brings_its_hyperparameters():
-    for case in ALONE.values():
-        muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
-        states = case.pack(
-            [through_torch_save([o.state_dict() for o in case.source(muon, others)])]
-        )
-        ours = case.ours(muon, others)
-        ours.load_foreign_state_dict(states, kind=case.kind)
+@each_case
+def test_a_checkpoint_from_before_the_first_step_brings_its_hyperparameters(name):
+    case = CASES[name]
+    if case.ranks == 1:
+        files = [[each.state_dict() for each in case.source(*case.params())]]
+        ours = case.loaded(Trained(files, [], []).states)
         assert all(group["lr"] != WRONG["lr"] for group in ours.param_groups)
         for own in ours.state_dict()["state"].values():
             assert not any(torch.as_tensor(value).any() for value in own.values())
@@ -679,195 +526,159 @@ def test_a_checkpoint_from_before_the_first_step_brings_its_hyperparameters():
 
 def test_a_matrix_that_never_had_a_gradient_starts_with_zeros():
     muon, others = weights(MATRICES, 0), weights(OTHERS, 1)
-    theirs = torchs_own(muon, others)
+    theirs = torch_muon(muon[1:], others)
     train([*muon[1:], *others], theirs, range(STEPS))
-    ours = ALONE["torch_muon"].ours(muon, others)
-    states = of_two([[each.state_dict() for each in theirs]])
-    ours.load_foreign_state_dict(states, kind="torch_muon")
-    assert not ours.state[muon[0]]["momentum_buffer"].any()
-    assert ours.state[muon[1]]["momentum_buffer"].any()
+    theirs[0].param_groups[0]["params"].insert(0, muon[0])
+    states = Trained([[each.state_dict() for each in theirs]], [], []).states
+    state = ALONE["torch_muon"].loaded(states).state_dict()["state"]
+    assert not state[0]["momentum_buffer"].any() and state[1]["momentum_buffer"].any()
 
 
-def test_what_is_loaded_is_a_copy():
-    for name, case in ALONE.items():
-        states = trained(name).states(case)
-        kept = copy.deepcopy(states)
-        muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
-        ours = case.ours(muon, others)
+@each_case
+def test_what_is_loaded_is_a_copy_and_nothing_is_warned_of(name):
+    case, states = CASES[name], trained(name).states
+    kept, (muon, others) = copy.deepcopy(states), case.params()
+    ours = case.ours(muon, others)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         ours.load_foreign_state_dict(states, kind=case.kind)
-        train([*muon, *others], [ours], range(STEPS))
-        assert_equal(states, kept)
-        given = [v for v in tree_leaves(states) if isinstance(v, torch.Tensor)]
-        memory = {t.untyped_storage().data_ptr() for t in given}
-        used = {v.untyped_storage().data_ptr() for own in ours.state.values() for v in own.values()}
-        assert given and used and not memory & used
-        held = [weakref.ref(t) for t in given]
-        del states, given
-        gc.collect()
-        assert not any(ref() is not None for ref in held)
+    train([*muon, *others], [ours], range(STEPS))
+    assert_equal(states, kept)
+    given = [v for v in tree_leaves(states) if isinstance(v, torch.Tensor)]
+    memory = {t.untyped_storage().data_ptr() for t in given}
+    used = {v.untyped_storage().data_ptr() for own in ours.state.values() for v in own.values()}
+    assert given and used and not memory & used
+    held = [weakref.ref(t) for t in given]
+    del states, given
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
 
 
 def test_nanochats_second_moment_becomes_the_flat_one_in_float32():
-    case, source = ALONE["nanochat"], trained("nanochat")
+    case, states = ALONE["nanochat"], trained("nanochat").states
     ours = case.ours(*(weights(shapes, 0, torch.bfloat16) for shapes in (MATRICES, OTHERS)))
-    states = source.states(case)
     for own in states["state"].values():  # as it is of a model in bfloat16
         own.update({k: v.bfloat16() for k, v in own.items() if isinstance(v, torch.Tensor)})
     ours.load_foreign_state_dict(states, kind="nanochat")
-    group = ours.param_groups[2]  # four of (6, 10), whose longer side is the columns
-    stack = states["state"][3]
-    for index, p in enumerate(group["params"]):
-        momentum, V = (ours.state[p][key] for key in ("momentum_buffer", "second_momentum_buffer"))
-        assert momentum.dtype == torch.bfloat16 and V.dtype == torch.float32 and V.shape == (10,)
-        assert torch.equal(momentum, stack["momentum_buffer"][index])
-        assert torch.equal(V, stack["second_momentum_buffer"][index, 0].float())
+    stack = states["state"][3]  # four of (6, 10), whose longer side is the columns
+    for index, p in enumerate(ours.param_groups[2]["params"]):
+        V = stack["second_momentum_buffer"][index, 0].float()
+        momentum = stack["momentum_buffer"][index]
+        expected = {"momentum_buffer": momentum, "second_momentum_buffer": V}
+        assert_equal(dict(ours.state[p]), expected)
 
 
 def test_nanochats_second_moments_of_experts_are_each_their_own():
     params = weights([(3, 6, 4), (3, 6, 4)], 0)
-    group = dict(kind="muon", lr=0.02, momentum=0.9, ns_steps=5, beta2=0.9, weight_decay=0.2)
-    source = sources.Nanochat([{**group, "params": params}])
+    source = sources.Nanochat([{**NANOCHAT, "params": params}])
     train(params, [source], range(STEPS))
-    saved, copies = (
-        through_torch_save(source.state_dict()),
-        [nn.Parameter(p.clone()) for p in params],
-    )
-    pairs = [(f"experts.{i}", p) for i, p in enumerate(copies)]
-    ours = MuonAdamW([{**group, "params": pairs, "expert_keys": ["experts"]}])
-    ours.load_foreign_state_dict(saved, kind="nanochat")
-    stack = saved["state"][0]["second_momentum_buffer"]  # (2, 3, 6, 1)
-    for index, p in enumerate(copies):
+    pairs = [(f"experts.{i}", nn.Parameter(p.clone())) for i, p in enumerate(params)]
+    ours = MuonAdamW([{**NANOCHAT, "params": pairs, "expert_keys": ["experts"]}])
+    ours.load_foreign_state_dict(through_torch_save(source.state_dict()), kind="nanochat")
+    stack = source.state[params[0]]["second_momentum_buffer"]  # (2, 3, 6, 1)
+    for index, (_, p) in enumerate(pairs):
         V = ours.state[p]["second_momentum_buffer"]
         assert torch.equal(V, stack[index, ..., 0].float())
 
 
-def test_momentum_in_bfloat16_stays_so_and_is_scaled_in_one_rounding():
-    source = trained("motif")
-    states = source.states(ALONE["motif"])
-    for own in states["state"].values():
-        if "momentum_buffer" in own:
-            own["momentum_buffer"] = own["momentum_buffer"].bfloat16()
-    for style, factor in (("classical", 1.0), ("ema", 0.1)):
-        muon = weights(MATRICES, 0)
-        ours = ALONE["motif"].ours(muon, weights(OTHERS, 1), momentum_style=style)
-        ours.load_foreign_state_dict(states, kind="motif")
-        for index, p in enumerate(muon):
-            found, saved = ours.state[p]["momentum_buffer"], states["state"][index]
-            assert found.dtype == torch.bfloat16
-            exact = saved["momentum_buffer"].double() * factor
-            assert torch.equal(found, exact.bfloat16())
-
-
-def test_an_adam_whose_decay_is_in_the_gradient_is_refused():
-    for decay in (0.1, 0.0):  # without decay it is AdamW
-        model = Model()
-        theirs = torch.optim.Adam(model.parameters(), weight_decay=decay)
-        train_model(model, theirs)
-        ours, params = ours_of(model), model.parameters()
-        load = functools.partial(ours.load_foreign_state_dict, theirs.state_dict(), params=params)
-        if decay:
-            with pytest.raises(ValueError, match=r"Adam's, with weight_decay 0\.1"):
-                load(kind="torch_adamw")
-        else:
-            load(kind="torch_adamw")
-            assert ours.state[model.embed.weight]["step"] == STEPS
+@pytest.mark.parametrize(("style", "factor"), [("classical", 1.0), ("ema", 0.1)])
+def test_momentum_in_bfloat16_stays_so_and_is_scaled_in_one_rounding(style, factor):
+    states = trained("motif").states
+    for index in range(len(MATRICES)):
+        own = states["state"][index]
+        own["momentum_buffer"] = own["momentum_buffer"].bfloat16()
+    state = ALONE["motif"].loaded(states, momentum_style=style).state_dict()["state"]
+    for index in range(len(MATRICES)):
+        exact = states["state"][index]["momentum_buffer"].double() * factor
+        assert_equal(state[index]["momentum_buffer"], exact.bfloat16())
 
 
 def test_amsgrad_is_left_behind_with_a_warning():
     model = Model()
-    theirs = adamw_beside(model, amsgrad=True)
-    ours, load = ours_of(model), functools.partial(pytest.warns, match="amsgrad=True")
-    with load(UserWarning):
-        ours.load_foreign_state_dict(
-            theirs.state_dict(), kind="torch_adamw", params=model.parameters()
-        )
+    saved, ours = adamw_beside(model, amsgrad=True).state_dict(), ours_of(model)
+    with pytest.warns(UserWarning, match="amsgrad"):
+        ours.load_foreign_state_dict(saved, kind="torch_adamw", params=model.parameters())
     assert ours.state[model.embed.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 # Positions
 
 
-def test_parameters_given_in_order_are_found_in_any_groups(distributed):
-    for name, every in (("nanochat", distributed), ("keller_jordan", distributed)):
-        case, source = DISTRIBUTED[name], every[name]
-        params = [nn.Parameter(W.clone()) for W in source.before]
-        muon, others = params[: len(case.shapes)], params[len(case.shapes) :]
-        adamw = dict(adamw_betas=(0.8, 0.95), adamw_eps=1e-10)
-        groups = in_groups(muon[::-1], others[::-1])
-        ours = Muon(groups, flatten=True, momentum_style="ema", beta2=0.9, **adamw)
-        if name == "nanochat":
-            given = [p for group in nanochat_groups(muon, others) for p in group["params"]]
-        else:
-            given = [*others, *muon]
-        load = functools.partial(
-            ours.load_foreign_state_dict, source.states(case), kind=case.kind, params=given
-        )
-        with pytest.raises(ValueError, match=r"lr is .* one group here"):
-            load()
-        load(hyperparameters=False)
-        reference = case.ours(muon, others)
-        reference.load_foreign_state_dict(source.states(case), kind=case.kind)
-        for p in params:
-            expected = reference.state[p]
-            assert all(torch.equal(ours.state[p][key], expected[key]) for key in expected)
+@pytest.mark.parametrize("name", ["nanochat of ranks", "keller_jordan of ranks"])
+def test_parameters_given_in_order_are_found_in_any_groups(name):
+    case, states = CASES[name], trained(name).states
+    muon, others = case.params()
+    options = dict(adamw_betas=(0.8, 0.95), adamw_eps=1e-10, momentum_style="ema", beta2=0.9)
+    ours = Muon(in_groups(muon[::-1], others[::-1]), flatten=True, **options)
+    given = [*others, *muon]
+    if name.startswith("nanochat"):
+        given = [p for group in nanochat_groups(muon, others) for p in group["params"]]
+    load = functools.partial(ours.load_foreign_state_dict, states, kind=case.kind, params=given)
+    with pytest.raises(ValueError, match="lr is"):
+        load()
+    load(hyperparameters=False)
+    reference = case.ours(muon, others)
+    reference.load_foreign_state_dict(states, kind=case.kind)
+    for p in (*muon, *others):
+        expected = reference.state[p]
+        assert all(torch.equal(ours.state[p][key], expected[key]) for key in expected)
 
 
 @pytest.mark.slow
-def test_fsdp_over_tensor_parallelism_takes_its_strides():
-    run_ranks(go_on_in_strides, 4, {name: trained(name) for name in ALONE})
-
-
-def go_on_in_strides(every: dict[str, Trained]) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    place = functools.partial(
-        distribute_tensor, device_mesh=mesh, placements=placements, src_data_rank=None
-    )
-    for name, source in every.items():
-        with named(name):
-            go_on(ALONE[name], source, place)
-
-
-@pytest.mark.slow
-def test_a_model_under_fsdp2_takes_over_what_one_device_does():
-    run_ranks(load_under_fsdp2, 2)
-
-
-def load_under_fsdp2() -> None:
+@on_ranks(2)
+def test_a_model_under_fsdp2_takes_over_what_one_device_does() -> None:
     model, sharded = Model(), Model()
-    theirs = adamw_beside(model, named=True, weight_decay=0.3)
+    theirs = adamw_beside(model, is_named=True, weight_decay=0.3)
     sharded.load_state_dict(model.state_dict())
     for layer in sharded.layers:
         fully_shard(layer)
     fully_shard(sharded)
-    optimizers = []
     for each, params in ((model, model.parameters()), (sharded, None)):  # by order, by names
-        optimizers.append(ours_of(each, momentum_style="ema"))
-        optimizers[-1].load_foreign_state_dict(
-            through_torch_save(theirs.state_dict()), kind="torch_adamw", params=params
-        )
-    for _ in range(STEPS):
-        for each, optim in zip((model, sharded), optimizers):
-            train_model(each, optim, 1)
+        ours, saved = ours_of(each, momentum_style="ema"), through_torch_save(theirs.state_dict())
+        ours.load_foreign_state_dict(saved, kind="torch_adamw", params=params)
+        train_model(each, ours)
     for (name, p), q in zip(model.named_parameters(), sharded.parameters()):
         torch.testing.assert_close(q.full_tensor(), p, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_dtensors_in_a_checkpoint_lie_as_the_parameters_or_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    plain = weights(MATRICES, 0)
+    muon = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in plain]
+    theirs = sources.Motif([named_groups(muon, [])[0]])
+    for i, p in enumerate(muon):
+        theirs.state[p] = {"momentum_buffer": torch.ones_like(p) * i}
+    ours, saved = our_motif(muon, []), theirs.state_dict()
+    ours.load_foreign_state_dict(saved, kind="motif")
+    for index, p in enumerate(muon):
+        momentum = ours.state[p]["momentum_buffer"]
+        assert momentum.placements == (Shard(0),) and (momentum.to_local() == index).all()
+    with pytest.raises(ValueError, match=r"Shard\(dim=0\).*full_tensor"):
+        our_motif(plain, []).load_foreign_state_dict(saved, kind="motif")
 
 
 # What does not fit
 
 
-def mixed(change: Callable[[Any], Any], rank: int = 0) -> Callable[[Any], Any]:
-    """A change of one state dict."""
+def of_muon(states: Any, rank: int = 0) -> Any:
+    """The state dict of Muon's parameters, of one rank."""
+    each = states["muon"] if isinstance(states, dict) and "muon" in states else states
+    return each[rank] if isinstance(each, list) else each
 
-    def changed(states: Any) -> Any:
-        each = states
-        if isinstance(states, dict) and "muon" in states:
-            each = states["muon"]
-        each = each[rank] if isinstance(each, list) else each
-        change(each)
+
+def changed(change: Callable[[Any], Any], rank: int = 0) -> Callable[[Any], Any]:
+    def whole(states: Any) -> Any:
+        change(of_muon(states, rank))
         return states
 
-    return changed
+    return whole
+
+
+def with_key(states: Any, key: str) -> Any:
+    """The first state that has it."""
+    return next(own for own in states["state"].values() if key in own)
 
 
 def swap(states: Any) -> None:
@@ -876,170 +687,150 @@ def swap(states: Any) -> None:
 
 
 def drop_a_parameter(states: Any) -> None:
-    group = states["param_groups"][-1]
-    states["state"].pop(group["params"].pop(), None)
+    states["state"].pop(states["param_groups"][-1]["params"].pop(), None)
 
 
-def other_shape(states: Any) -> None:
-    key = "momentum_buffer"
-    own = next(own for own in states["state"].values() if key in own)
-    own[key] = own[key].mT.contiguous()
+def momentum(change: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    def of(states: Any) -> None:
+        own = with_key(states, "momentum_buffer")
+        own["momentum_buffer"] = change(own["momentum_buffer"])
+
+    return changed(of)
 
 
-def no_step(states: Any) -> None:
-    next(own for own in states["state"].values() if "step" in own).pop("step")
-
-
-def integers(states: Any) -> None:
-    own = next(own for own in states["state"].values() if "momentum_buffer" in own)
-    own["momentum_buffer"] = own["momentum_buffer"].long()
-
-
-def other_rename(states: Any) -> None:
+def other_names(states: Any) -> None:
     states["param_groups"][0]["names"] = [f"layers.{i + 1}.weight" for i in range(len(MATRICES))]
 
 
 def stepped_twice(states: Any) -> None:
-    next(own for own in states["state"].values() if "step" in own)["step"] += 1
+    with_key(states, "step")["step"] += 1
 
 
-COMPLETE = "give the state dicts of all ranks"
+other_shape = momentum(lambda value: value.mT.contiguous())
+no_step = changed(lambda states: with_key(states, "step").pop("step"))
+no_flag = changed(lambda states: states["state"][0].pop("use_muon"))
+other_flag = changed(lambda states: states["state"][0].update(use_muon=False))
+ALL_RANKS, IN_ORDER = "all ranks", "order"
 FAULTS = [
-    ("torch_muon", lambda states: states["muon"], None, "states has nothing for .* AdamW's here"),
-    ("torch_muon", mixed(swap), None, r"momentum_buffer of .* has shape \(12, 4\), where \(6, 10"),
-    ("torch_muon", mixed(drop_a_parameter), None, r"has groups of \[6\] parameters.*\[7\]"),
-    ("torch_muon", mixed(other_shape), None, r"has shape \(10, 6\), where \(6, 10\)"),
-    ("torch_muon", mixed(integers), None, "torch.int64, no real tensor"),
-    ("torch_muon", lambda states: [*states.values()], None, "be a state dict, found a list"),
-    ("torch_muon", lambda states: states["adamw"], None, "looks like kind='torch_adamw'"),
-    ("torch_muon", lambda states: {"optimizer": states}, None, "must be an optimizer's state"),
-    ("torch_muon", lambda states: None, None, "found a NoneType"),
+    ("torch_muon", lambda states: states["muon"], None, "AdamW's"),
+    ("torch_muon", lambda states: {"muon": states["muon"]}, None, "'adamw'"),
+    ("torch_muon", lambda states: {"adamw": states["adamw"]}, None, "'muon'"),
+    ("torch_muon", changed(swap), None, r"momentum_buffer .*\(12, 4\).*\(6, 10"),
+    ("torch_muon", changed(drop_a_parameter), None, r"\[6\] parameters.*\[7\]"),
+    ("torch_muon", other_shape, None, r"\(10, 6\).*\(6, 10\)"),
+    ("torch_muon", momentum(torch.Tensor.long), None, "torch.int64"),
+    ("torch_muon", lambda states: [*states.values()], None, "state dict.* list"),
+    ("torch_muon", lambda states: states["adamw"], None, "torch_adamw"),
+    ("torch_muon", lambda states: {"optimizer": states}, None, "'optimizer'"),
+    ("torch_muon", lambda states: None, None, "NoneType"),
     ("torch_muon", lambda states: states, "muon", "kind must be one of 'torch_muon', "),
-    ("motif", mixed(no_step), None, "has no step: is it AdamW's"),
-    ("motif", mixed(other_rename), None, "is where states has layers.1.weight"),
-    ("motif", lambda states: {"muon": states, "adamw": states}, None, "has one state dict for"),
+    ("motif", no_step, None, "step"),
+    ("motif", changed(other_names), None, r"layers\.1\.weight"),
+    ("motif", lambda states: {"muon": states, "adamw": states}, None, "one state dict"),
+    ("llamafactory", no_flag, None, "no use_muon"),
+    ("llamafactory", other_flag, None, "AdamW's.*parameter 0"),
+    ("nanochat", other_shape, None, r"momentum_buffer of .*\(\d+, \d+\)"),
+    ("nanochat", lambda states: [states, states], None, ALL_RANKS),
+    ("keller_jordan", other_shape, None, IN_ORDER),
+    ("keller_jordan", lambda states: states, "nanochat", "keller_jordan"),
+    ("keller_jordan", lambda states: [states, states], None, ALL_RANKS),
+    ("nanochat of ranks", lambda states: states[:-1], None, IN_ORDER),
+    ("nanochat of ranks", lambda states: states[1:], None, IN_ORDER),
+    ("nanochat of ranks", lambda states: states[0], None, IN_ORDER),
+    ("nanochat of ranks", lambda states: states[::-1], None, IN_ORDER),
+    ("nanochat of ranks", changed(stepped_twice, 1), None, ALL_RANKS),
+    ("nanochat of ranks", changed(drop_a_parameter, 1), None, "groups of"),
+    ("keller_jordan of ranks", lambda states: states[:-1], None, ALL_RANKS),
+    ("keller_jordan of ranks", lambda states: states[1:], None, ALL_RANKS),
+    ("keller_jordan of ranks", lambda states: states[0], None, ALL_RANKS),
+    ("keller_jordan of ranks", lambda states: states[::-1], None, ALL_RANKS),
+    ("keller_jordan of ranks", changed(stepped_twice, 1), None, "different ranks"),
     (
-        "llamafactory",
-        mixed(lambda s: s["state"][0].pop("use_muon")),
+        "keller_jordan, by number of elements of ranks",
+        changed(drop_a_parameter),
         None,
-        "has no use_muon in states",
+        "groups of",
     ),
-    (
-        "llamafactory",
-        mixed(lambda s: s["state"][0].update(use_muon=False)),
-        None,
-        "was AdamW's, parameter 0 of",
-    ),
-    ("nanochat", mixed(other_shape), None, r"momentum_buffer of .* has shape \(\d+, \d+\)"),
-    ("nanochat", lambda states: [states, states], None, r"should stack 2 of 4 matrices.*all ranks"),
-    ("keller_jordan", mixed(other_shape), None, "in the order in which the other optimizer was"),
-    ("keller_jordan", lambda states: states, "nanochat", "looks like kind='keller_jordan'"),
-    ("keller_jordan", lambda states: [states, states], None, COMPLETE),
-]
-FAULTS_OF_RANKS = [
-    ("nanochat", lambda states: states[:-1], r"state dicts of all ranks, in their order"),
-    ("nanochat", lambda states: states[1:], "state dicts of all ranks, in their order"),
-    ("nanochat", lambda states: states[0], "state dicts of all ranks, in their order"),
-    ("nanochat", lambda states: states[::-1], "in the order of the ranks"),
-    ("nanochat", mixed(stepped_twice, 1), "all ranks of one checkpoint"),
-    ("nanochat", mixed(drop_a_parameter, 1), "has groups of .* of one checkpoint"),
-    ("keller_jordan", lambda states: states[:-1], COMPLETE),
-    ("keller_jordan", lambda states: states[1:], COMPLETE),
-    ("keller_jordan", lambda states: states[0], COMPLETE),
-    ("keller_jordan", lambda states: states[::-1], COMPLETE),
-    ("keller_jordan", mixed(stepped_twice, 1), "on different ranks"),
-    ("keller_jordan, by number of elements", mixed(drop_a_parameter), "has groups of"),
 ]
 
 
-def check_refused(case: Case, states: Any, kind: str, match: str) -> None:
-    muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
+@pytest.mark.parametrize(("name", "change", "kind", "match"), FAULTS)
+def test_what_does_not_fit_raises_and_changes_nothing(name, change, kind, match):
+    case, states = CASES[name], change(trained(name).states)
+    muon, others = case.params()
     ours = case.ours(muon, others)
     train([*muon, *others], [ours], range(1))
     before = copy.deepcopy(ours.state_dict())
     with pytest.raises(ValueError, match=match):
-        ours.load_foreign_state_dict(states, kind=kind)
+        ours.load_foreign_state_dict(states, kind=kind or case.kind)
     assert_equal(ours.state_dict(), before)
 
 
-@pytest.mark.parametrize("name, change, kind, match", FAULTS)
-def test_what_does_not_fit_raises_and_changes_nothing(name, change, kind, match):
-    case = ALONE[name]
-    states = change(trained(name).states(case))
-    check_refused(case, states, kind or case.kind, match)
-
-
-@pytest.mark.parametrize("name, change, match", FAULTS_OF_RANKS)
-def test_files_of_ranks_that_do_not_fit_raise_and_change_nothing(name, change, match, distributed):
-    case = DISTRIBUTED[name]
-    check_refused(case, change(distributed[name].states(case)), case.kind, match)
-
-
 def test_a_checkpoint_of_this_package_is_no_foreign_one():
-    ours = ALONE["motif"].ours(weights(MATRICES, 0), weights(OTHERS, 1))
-    with pytest.raises(ValueError, match="this package's own: use load_state_dict"):
+    ours = ALONE["motif"].ours(*ALONE["motif"].params())
+    with pytest.raises(ValueError, match="use load_state_dict"):
         ours.load_foreign_state_dict(ours.state_dict(), kind="motif")
 
 
 def test_parameters_in_another_order_than_they_were_saved_in_are_refused():
-    case = ALONE["torch_muon"]
     muon, others = weights(MATRICES, 0), weights(OTHERS, 1)
-    ours, states = case.ours(muon, others), trained("torch_muon").states(case)
+    ours, states = our_torch_muon(muon, others), trained("torch_muon").states
     load = functools.partial(ours.load_foreign_state_dict, states, kind="torch_muon")
-    with pytest.raises(ValueError, match="has shape"):
-        load(params=[*muon[::-1], *others])
-    with pytest.raises(ValueError, match="6 are given"):
-        load(params=[*muon[1:], *others])
-    with pytest.raises(ValueError, match=r"params has .*\[0\] twice"):
-        load(params=[*muon, muon[0], *others])
-    with pytest.raises(ValueError, match="names, found a int"):
-        load(params=[3])
+    for given, match in (
+        ([*muon[::-1], *others], "shape"),
+        ([*muon[1:], *others], "6 are given"),
+        ([*muon, muon[0], *others], "twice"),
+        ([3], "int"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            load(params=given)
     load(params=[*others, *muon])  # of two optimizers each takes its own
 
 
-def test_state_of_a_parameter_that_is_in_no_group_is_refused():
-    model = Model()
+def one_frozen(model: Model) -> tuple[Any, Any]:
     theirs = adamw_beside(model)
     model.embed.requires_grad_(False)
-    ours = ours_of(model)
-    with pytest.raises(ValueError, match=r"embed.weight, .* is in no group of this"):
-        ours.load_foreign_state_dict(
-            theirs.state_dict(), kind="torch_adamw", params=model.named_parameters()
-        )
+    return theirs, model.named_parameters()
 
 
-@pytest.mark.slow
-def test_dtensors_in_a_checkpoint_lie_as_the_parameters_or_are_refused():
-    run_ranks(load_dtensors, 2)
+def two_decays(model: Model) -> tuple[Any, Any]:
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.ndim == 2) is m] for m in (True, False)
+    )
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01), [*matrices, *vectors]
 
 
-def load_dtensors() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    whole, case = weights(MATRICES, 0), ALONE["motif"]
-    muon = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in whole]
-    theirs = sources.Motif([named_groups(muon, [])[0]])
-    states = {p: {"momentum_buffer": torch.ones_like(p) * i} for i, p in enumerate(muon)}
-    theirs.state.update(states)
-    saved = theirs.state_dict()
-    ours = case.ours([nn.Parameter(p.detach().clone()) for p in muon], [])
-    ours.load_foreign_state_dict(saved, kind="motif")
-    for index, p in enumerate(ours.param_groups[0]["params"]):
-        momentum = ours.state[p]["momentum_buffer"]
-        assert momentum.placements == (Shard(0),) and (momentum.to_local() == index).all()
-    plain = case.ours(whole, [])
-    with pytest.raises(ValueError, match=r"is \[Shard\(dim=0\)\].*full_tensor"):
-        plain.load_foreign_state_dict(saved, kind="motif")
+def adam(model: Model) -> tuple[Any, Any]:
+    return torch.optim.Adam(model.parameters(), weight_decay=0.1), model.parameters()
 
 
-def test_no_warning_is_given_where_everything_fits():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name, case in ALONE.items():
-            ours = case.ours(weights(case.shapes, 0), weights(OTHERS, 1))
-            ours.load_foreign_state_dict(trained(name).states(case), kind=case.kind)
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (one_frozen, r"embed\.weight"),
+        (two_decays, "weight_decay is 0.1 for embed.*0.0 for"),
+        (adam, r"Adam's.*weight_decay 0\.1"),
+    ],
+)
+def test_an_adamw_of_everything_that_does_not_fit_is_refused(source, match):
+    model = Model()
+    theirs, params = source(model)
+    train_model(model, theirs)
+    given, ours = list(params), ours_of(model)
+    load = functools.partial(ours.load_foreign_state_dict, kind="torch_adamw", params=given)
+    with pytest.raises(ValueError, match=match):
+        load(theirs.state_dict())
+    if source is two_decays:
+        load(theirs.state_dict(), hyperparameters=False)
+    if source is adam:  # without decay it is AdamW
+        theirs.param_groups[0]["weight_decay"] = 0.0
+        load(theirs.state_dict())
+    assert source is one_frozen or ours.state[model.embed.weight]["step"] == STEPS
 
 
 REPLACEMENTS = [None, "text", 3, -1.0, float("nan"), True, [], {}, torch.zeros(2), torch.zeros(())]
+DAMAGES = 25
 
 
 def damage(states: Any, generator: random.Random) -> None:
@@ -1056,19 +847,12 @@ def damage(states: Any, generator: random.Random) -> None:
         parent[key] = generator.choice(REPLACEMENTS)
 
 
-@pytest.mark.parametrize("name", [*ALONE, *(f"ranks: {name}" for name in DISTRIBUTED)])
-def test_whatever_is_damaged_raises_a_value_error_or_is_loaded(name, distributed):
-    ranks = name.removeprefix("ranks: ")
-    if ranks in DISTRIBUTED and ranks != name:
-        case, source = DISTRIBUTED[ranks], distributed[ranks]
-    else:
-        case, source = ALONE[name], trained(name)
-    generator, refused = random.Random(0), 0
-    muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
-    ours = case.ours(muon, others)
-    ours.load_foreign_state_dict(source.states(case), kind=case.kind)
+@each_case
+def test_whatever_is_damaged_raises_a_value_error_or_is_loaded(name):
+    case, generator, refused = CASES[name], random.Random(0), 0
+    ours = case.loaded(trained(name).states)
     for _ in range(DAMAGES):
-        states, before = source.states(case), copy.deepcopy(ours.state_dict())
+        states, before = trained(name).states, copy.deepcopy(ours.state_dict())
         damage(states, generator)
         try:
             ours.load_foreign_state_dict(states, kind=case.kind)
@@ -1076,5 +860,5 @@ def test_whatever_is_damaged_raises_a_value_error_or_is_loaded(name, distributed
             refused += 1
             assert_equal(ours.state_dict(), before)
         else:
-            ours.load_foreign_state_dict(source.states(case), kind=case.kind)
+            ours.load_foreign_state_dict(trained(name).states, kind=case.kind)
     assert refused > DAMAGES // 4
