@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention_inputs import HEADS, KINDS, attend, documents, inputs_of, maxima_of, per_head
+from attention_inputs import CASES, HEADS, KINDS, attend, documents, inputs_of, maxima_of, per_head
 from counters import Operations, RefusesToRead, count
 from kernel import optimizer
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("seeded_on_one_thread")
 
 def assert_equal_to_reference(inputs, found=None, **options):
     found = max_qk_logits(**inputs, **options) if found is None else found
-    options.pop("block_size", None)
     dtype = inputs["q"].dtype
+    options.pop("block_size", None)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     expected = maxima_of(**inputs, **options)
     # What 16-bit inputs hold is exact, so that roundings are those of sums in fp32.
@@ -42,15 +42,11 @@ def assert_equal_to_reference(inputs, found=None, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_attention_gives_the_references_numbers(kind, dtype):
-    for T, causal, packed in itertools.product((1, 16, 37), (True, False), (None, "T", "B, T")):
-        ids = documents(2, T)
-        ids = {None: None, "T": ids[0], "B, T": ids}[packed]
-        for block_size in (None, 7):
-            inputs = inputs_of(kind, dtype, Tq=T)
-            options = {"causal": causal, "document_ids": ids, "block_size": block_size}
-            assert_equal_to_reference(inputs, **options)
+@pytest.mark.parametrize("rows", CASES)
+def test_blocks_give_the_references_numbers(rows, dtype):
+    for inputs, options in CASES[rows](dtype):
+        for block_size in (None, 5, 16):
+            assert_equal_to_reference(inputs, **options, block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16, 36, 37, 38, 1000])
@@ -59,18 +55,6 @@ def test_blocks_of_any_size_give_the_same(kind, block_size):
     inputs = inputs_of(kind, Tq=19 if block_size < 3 else 37)
     for causal in (True, False):
         assert_equal_to_reference(inputs, causal=causal, block_size=block_size)
-
-
-@pytest.mark.parametrize(("Tq", "Tk"), [(1, 40), (40, 1), (13, 40), (40, 13)])
-def test_queries_and_keys_of_different_lengths_align_at_the_start(Tq, Tk):
-    inputs = inputs_of(Tq=Tq, Tk=Tk)
-    ids = (documents(2, Tq), documents(2, Tk)[0])
-    for causal, block_size in itertools.product((True, False), (None, 4, 16)):
-        assert_equal_to_reference(inputs, causal=causal, block_size=block_size)
-        options = {"document_ids": ids, "block_size": block_size}
-        assert_equal_to_reference(inputs, causal=causal, **options)
-    mask = torch.ones(Tq, Tk, dtype=torch.bool).tril()
-    assert_equal_to_reference(inputs, max_qk_logits(**inputs), causal=False, attn_mask=mask)
 
 
 @pytest.mark.parametrize("numel", [1, 500, 2000, 10000])
@@ -85,12 +69,6 @@ def test_scales_of_either_sign(scale):
     inputs = inputs_of()
     assert_equal_to_reference(inputs, scale=scale, block_size=8)
     assert_equal_to_reference(inputs, scale=scale, document_ids=documents(2, 37))
-
-
-def test_strides_do_not_matter():
-    q, k = torch.randn(2, 37, 6, 8), torch.randn(2, 37, 4, 8)
-    inputs = {"q": q.transpose(1, 2), "k": k.transpose(1, 2)[:, ::2]}
-    assert_equal_to_reference(inputs, block_size=16)
 
 
 def test_16_bit_products_are_not_rounded():
@@ -128,53 +106,10 @@ def test_mask_mods(mask_mod):
         assert_equal_to_reference(inputs, **options)
 
 
-@pytest.mark.parametrize("shape", [(), (37,), (37, 1), (37, 37), (6, 1, 37), (2, 1, 1, 37)])
-def test_masks_as_torchs_attention_takes_them(shape):
-    seen = torch.rand(shape) < 0.5
-    inputs = inputs_of()
-    for block_size in (None, 10):
-        assert_equal_to_reference(inputs, attn_mask=seen, block_size=block_size)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        for lowest in (-math.inf, torch.finfo(dtype).min):
-            bias = (-100 * torch.rand(shape)).to(dtype).masked_fill(~seen, lowest)
-            assert_equal_to_reference(inputs, attn_mask=bias, block_size=10)
-
-
 def test_masks_are_combined():
     options = {"document_ids": documents(2, 37), "mask_mod": per_head}
     mask = torch.rand(2, 6, 37, 37) < 0.7
     assert_equal_to_reference(inputs_of(), attn_mask=mask, **options, block_size=10)
-
-
-@pytest.mark.parametrize("worst", [math.nan, math.inf])
-def test_what_masked_pairs_hold_does_not_matter(worst):
-    inputs = inputs_of(B=1)
-    q, k = inputs["q"], inputs["k"]
-    expected = max_qk_logits(q[:, :, :36], k)
-    q[:, 1, 36] = worst  # the last query of head 1, of no pair that counts
-    k[:, :, 36] = worst
-    mask = torch.ones(37, 1, dtype=torch.bool)
-    mask[36] = False
-    for block_size in (None, 5):
-        found = max_qk_logits(q, k, attn_mask=mask, block_size=block_size)
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("block_size", [None, 5])
-def test_nan_where_it_counts_is_seen_by_its_head_only(block_size):
-    q, k = inputs_of().values()
-    q[1, 4, 30, 2] = math.nan
-    found = max_qk_logits(q, k, block_size=block_size)
-    assert found.isnan().tolist() == [False] * 4 + [True, False]
-    k[0, 0, 0] = math.nan
-    found = max_qk_logits(q, k, block_size=block_size)
-    assert found.isnan().tolist() == [True] * 3 + [False, True, False]
-
-
-@pytest.mark.parametrize(("B", "Tq", "Tk"), [(0, 4, 4), (2, 0, 4), (2, 4, 0), (2, 0, 0)])
-def test_nothing_at_all_is_minus_infinity(B, Tq, Tk):
-    found = max_qk_logits(**inputs_of(B=B, Tq=Tq, Tk=Tk))
-    assert found.tolist() == [-math.inf] * 6
 
 
 # Running maxima
@@ -349,50 +284,42 @@ def test_inductor_gives_the_same_numbers():
 # Errors
 
 
+ROPE = {"q_rope": torch.ones(2, 6, 37, 4), "k_rope": torch.ones(2, 1, 37, 4)}
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "match"),
     [
-        ({"q": torch.ones(4, 8)}, r"q must be \(batch, heads, positions, width\).*\(4, 8\)"),
-        ({"k": torch.ones(2, 4, 37, 8)}, "q has 6 heads, which is no multiple of the 4 heads of k"),
-        (
-            {"k": torch.ones(2, 2, 37, 9)},
-            r"k must be \(2, 2, 37, 8\), but has shape \(2, 2, 37, 9\)",
-        ),
-        (
-            {"k": torch.ones(3, 2, 37, 8)},
-            r"k must be \(2, 2, 37, 8\), but has shape \(3, 2, 37, 8\)",
-        ),
-        ({"k": torch.ones(2, 2, 37, 8).half()}, "k is torch.float16, but q is torch.float32"),
-        ({"q": torch.ones(2, 6, 37, 8).int()}, "q must be real floating point, not torch.int32"),
-        ({"k": torch.ones(2, 2, 37, 8, device="meta")}, "k is on meta, but q on cpu"),
-        ({"k": [1.0]}, "k must be a tensor, not list"),
-        ({"q_rope": torch.ones(2, 6, 37, 4)}, "only q_rope was given"),
-        (
-            {"q_rope": torch.ones(2, 6, 36, 4), "k_rope": torch.ones(2, 1, 37, 4)},
-            r"q_rope must be \(2, 6, 37, 4\), but has shape \(2, 6, 36, 4\)",
-        ),
-        (
-            {"q_rope": torch.ones(2, 6, 37, 4), "k_rope": torch.ones(2, 3, 37, 4)},
-            r"k_rope must be \(2, 2, 37, 4\) or \(2, 1, 37, 4\).*\(2, 3, 37, 4\)",
-        ),
-        ({"scale": math.inf}, "scale must be finite, not inf"),
-        ({"scale": torch.tensor(1.0)}, "scale must be a number"),
-        ({"block_size": 0}, "block_size must be a positive integer, not 0"),
-        ({"block_size": 2.5}, "block_size must be a positive integer, not 2.5"),
-        ({"document_ids": torch.ones(36).long()}, r"document_ids must be \(37,\) or \(2, 37\)"),
-        ({"document_ids": torch.ones(37)}, "document_ids must be integers, not torch.float32"),
-        ({"document_ids": (torch.ones(37).long(),) * 3}, "a tensor or two, not 3"),
-        ({"k": torch.ones(2, 2, 9, 8), "document_ids": torch.ones(37).long()}, "tuple"),
-        ({"attn_mask": torch.ones(3, 1, 37, 37) > 0}, r"attn_mask of shape \(3, 1, 37, 37\)"),
-        ({"attn_mask": torch.ones(37, 37).int()}, "attn_mask must be bool or floating point"),
-        ({"mask_mod": lambda b, h, i, j: i - j}, "mask_mod must return.*not torch.int64"),
-        ({"mask_mod": lambda b, h, i, j: True}, "mask_mod must return.*not bool"),
-        ({"out": torch.ones(5)}, r"out must be \(6,\) of torch.float32, but has shape \(5,\)"),
-        ({"out": torch.ones(6).double()}, r"out must be .* and torch.float64"),
+        ({"q": torch.ones(4, 8)}, r"q must.*\(4, 8\)"),
+        ({"k": torch.ones(2, 4, 37, 8)}, "q has 6 heads.* 4 heads of k"),
+        ({"k": torch.ones(2, 2, 37, 9)}, r"k must.*\(2, 2, 37, 8\).*\(2, 2, 37, 9\)"),
+        ({"k": torch.ones(3, 2, 37, 8)}, r"k must.*\(2, 2, 37, 8\).*\(3, 2, 37, 8\)"),
+        ({"k": torch.ones(2, 2, 37, 8).half()}, r"k is torch\.float16.*q"),
+        ({"q": torch.ones(2, 6, 37, 8).int()}, r"q must.*torch\.int32"),
+        ({"k": torch.ones(2, 2, 37, 8, device="meta")}, "k is on meta.*q on cpu"),
+        ({"k": [1.0]}, "k must.*list"),
+        ({"q": torch.ones(2, 6, 37, 0), "k": torch.ones(2, 2, 37, 0)}, "q and k"),
+        ({"q_rope": ROPE["q_rope"]}, "only q_rope"),
+        ({**ROPE, "q_rope": torch.ones(2, 6, 36, 4)}, r"q_rope must.*\(2, 6, 36, 4\)"),
+        ({**ROPE, "k_rope": torch.ones(2, 3, 37, 4)}, r"k_rope must.*\(2, 3, 37, 4\)"),
+        ({"scale": math.inf}, "scale.*inf"),
+        ({"scale": torch.tensor(1.0)}, "scale"),
+        ({"block_size": 0}, "block_size.*0"),
+        ({"block_size": 2.5}, r"block_size.*2\.5"),
+        ({"document_ids": torch.ones(36).long()}, r"document_ids must.*\(37,\).*\(2, 37\)"),
+        ({"document_ids": torch.ones(37)}, r"document_ids must.*torch\.float32"),
+        ({"document_ids": (torch.ones(37).long(),) * 3}, "document_ids must.*3"),
+        ({"k": torch.ones(2, 2, 9, 8), "document_ids": torch.ones(37).long()}, "document_ids"),
+        ({"attn_mask": torch.ones(3, 1, 37, 37) > 0}, r"attn_mask of.*\(3, 1, 37, 37\)"),
+        ({"attn_mask": torch.ones(37, 37).int()}, "attn_mask"),
+        ({"mask_mod": lambda b, h, i, j: i - j}, r"mask_mod.*torch\.int64"),
+        ({"mask_mod": lambda b, h, i, j: True}, "mask_mod.*bool"),
+        ({"out": torch.ones(5)}, r"out must.*\(6,\) of torch\.float32.*\(5,\)"),
+        ({"out": torch.ones(6).double()}, r"out must.*torch\.float64"),
     ],
 )
-def test_errors_name_the_argument_and_what_was_found(changed, message):
-    with pytest.raises(ValueError, match=message):
+def test_errors_name_the_argument_and_what_was_found(changed, match):
+    with pytest.raises(ValueError, match=match):
         max_qk_logits(**{**inputs_of(), **changed})
 
 
@@ -401,7 +328,7 @@ def test_dtensors_are_refused():
     try:
         q, k = inputs_of().values()
         sharded = DTensor.from_local(q, init_device_mesh("cpu", (1,)), [Replicate()])
-        with pytest.raises(ValueError, match="q is a DTensor: pass the heads of this rank"):
+        with pytest.raises(ValueError, match="q is a DTensor"):
             max_qk_logits(sharded, k)
     finally:
         dist.destroy_process_group()

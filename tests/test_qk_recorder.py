@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import math
@@ -34,8 +35,10 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
-from ranks import run_ranks
+from layouts import case
+from on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,12 +91,20 @@ class Block(nn.Module):
         return x + self.feed_forward(x + self.attention(x))
 
 
+def call(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
 class Model(nn.Module):
-    def __init__(self, around: Callable[..., Tensor] = lambda layer, x: layer(x)) -> None:
+    """Calls ``way`` with each layer, or within each attention."""
+
+    def __init__(self, way: Callable[..., Tensor] = call, of_attend: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.around = around
+        self.around = call if of_attend else way
+        for attention in self.attentions if of_attend else ():
+            attention.attend = way
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -105,10 +116,11 @@ class Model(nn.Module):
         return [layer.attention for layer in self.layers]
 
     def expected(self, mask: Any = "causal") -> dict[str, Tensor]:
-        return {
-            name: reference(attention.calls, mask)
-            for name, attention in zip(NAMES, self.attentions)
-        }
+        """Of the calls since the last time that this was asked."""
+        calls = [attention.calls for attention in self.attentions]
+        for attention in self.attentions:
+            attention.calls = []
+        return {name: reference(of, mask) for name, of in zip(NAMES, calls)}
 
 
 def tokens(seed: int = 0, length: int = 6) -> Tensor:
@@ -118,7 +130,8 @@ def tokens(seed: int = 0, length: int = 6) -> Tensor:
 def reference(calls: list[tuple[Tensor, Tensor]], mask: Any = "causal") -> Tensor:
     """Maxima over calls of q·k/sqrt(D) where the mask (broadcast to (B, H, Tq, Tk)) is True."""
     maxima = []
-    for q, k in calls:
+    for pair in calls:
+        q, k = (getattr(t, "_local_tensor", t) for t in pair)
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
@@ -137,13 +150,26 @@ def assert_recorded(taken: dict[str, Tensor], expected: dict[str, Tensor]) -> No
         torch.testing.assert_close(maxima.double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
+def check(recorder: Any, model: Model, mask: Any = "causal") -> None:
+    assert_recorded(recorder.take(), model.expected(mask))
+
+
+def observing(recorder: Any, module: Any, attend: Callable[..., Any] = causal) -> Any:
+    def observed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        recorder.observe(module, q, k)
+        return attend(q, k, v)
+
+    return observed
+
+
 def test_records_the_largest_causal_logit_of_each_head():
     model = Model()
     recorder = Recorder(model)
+    assert recorder.take() == dict.fromkeys(NAMES)
     model(tokens())
     assert recorder.names == NAMES
     assert recorder.forwards == dict.fromkeys(NAMES, 1)
-    assert_recorded(recorder.take(), model.expected())
+    check(recorder, model)
 
 
 def test_microbatches_accumulate_and_take_starts_afresh():
@@ -153,42 +179,28 @@ def test_microbatches_accumulate_and_take_starts_afresh():
         model(tokens(seed))
     assert recorder.forwards == dict.fromkeys(NAMES, 3)
     first = recorder.take()
-    assert_recorded(first, model.expected())
     before = {name: maxima.clone() for name, maxima in first.items()}
+    assert_recorded(first, model.expected())
     for maxima in recorder.take().values():
         assert maxima.shape == (HEADS,) and (maxima == -math.inf).all()
-    for attention in model.attentions:
-        attention.calls.clear()
     model(tokens(3) / 10)
-    assert_recorded(recorder.take(), model.expected())
-    for name, maxima in first.items():  # not written to later
-        assert torch.equal(maxima, before[name])
+    check(recorder, model)
+    assert_equal(first, before)  # not written to later
 
 
-def test_a_module_that_never_ran_has_nothing():
-    assert Recorder(Model()).take() == dict.fromkeys(NAMES)
-
-
-def test_evaluation_does_not_count():
-    model = Model()
-    recorder = Recorder(model)
-    for guard in (torch.no_grad(), torch.inference_mode()):
-        with guard:
-            model(tokens())
-    assert recorder.forwards == dict.fromkeys(NAMES, 0)
-    assert recorder.take() == dict.fromkeys(NAMES)
-
-
-def test_outputs_gradients_and_state_stay_the_same():
+def test_outputs_gradients_and_state_stay_the_same_and_evaluation_does_not_count():
     model, twin = Model(), Model()
     keys = list(model.state_dict())
-    with Recorder(model):
+    with Recorder(model) as recorder:
+        for guard in (torch.no_grad(), torch.inference_mode()):
+            with guard:
+                assert torch.equal(model(tokens()), twin(tokens()))
+        assert recorder.forwards == dict.fromkeys(NAMES, 0)
+        assert recorder.take() == dict.fromkeys(NAMES)
         for m in (model, twin):
             m(tokens()).square().sum().backward()
-        assert torch.equal(model(tokens()), twin(tokens()))
         assert list(model.state_dict()) == keys
-    for p, q in zip(model.parameters(), twin.parameters()):
-        assert torch.equal(p.grad, q.grad)
+    assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
 def test_the_hooks_and_torchs_functions_are_put_back():
@@ -209,12 +221,17 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def optimizer_of(model: Model) -> Any:
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    optim = optimizer.Muon(groups, clip_config={"head_dim": HEAD_DIM}, lr=0.0)
+    optim.qk_recorder = Recorder(model)
+    return optim
+
+
 def test_a_recorder_goes_with_its_optimizer_and_takes_its_hooks_along():
     model = Model()
-    groups = optimizer.muon.get_default_muon_param_groups(model)
     for _ in range(3):
-        optim = optimizer.Muon(groups, clip_config={"head_dim": HEAD_DIM})
-        optim.qk_recorder = Recorder(model)
+        optim = optimizer_of(model)
         recorder = weakref.ref(optim.qk_recorder)
         model(tokens())
         assert optim.qk_recorder.forwards == dict.fromkeys(NAMES, 1)
@@ -229,28 +246,24 @@ def test_a_second_recorder_of_a_module_replaces_the_first():
     first = Recorder(model)
     once = hooks_of(model)
     model(tokens())
+    expected = model.expected()
     second = Recorder(model, ["attention"])
     assert hooks_of(model) == once
     model(tokens(1) / 10)
     assert first.forwards == second.forwards == dict.fromkeys(NAMES, 1)
-    taken = [first.take(), second.take()]
-    for maxima, call in zip(taken, (0, 1)):
-        expected = {n: reference(a.calls[call : call + 1]) for n, a in zip(NAMES, model.attentions)}
-        assert_recorded(maxima, expected)
+    assert_recorded(first.take(), expected)
+    check(second, model)
     assert first.take() == dict.fromkeys(NAMES)
 
 
 def test_an_optimizer_whose_recorder_was_replaced_warns_that_it_clips_nothing():
     model = Model()
-    groups = optimizer.muon.get_default_muon_param_groups(model)
-    optim = optimizer.Muon(groups, clip_config={"head_dim": HEAD_DIM}, lr=0.0)
-    optim.qk_recorder = Recorder(model)
-    recorder = Recorder(model)
-    with pytest.warns(UserWarning, match=r"nothing is clipped: .* replaced by another"):
+    optim, recorder = optimizer_of(model), Recorder(model)
+    with pytest.warns(UserWarning, match="nothing is clipped"):
         for _ in range(2):
             model(tokens()).sum().backward()
             optim.step()
-    assert_recorded(recorder.take(), model.expected())
+    check(recorder, model)
 
 
 def test_no_activation_is_kept():
@@ -263,6 +276,9 @@ def test_no_activation_is_kept():
     assert recorder.take()
 
 
+# Activation checkpointing
+
+
 def selective(layer: nn.Module, x: Tensor) -> Tensor:
     """Saves all products of matrices, in their order."""
 
@@ -270,7 +286,7 @@ def selective(layer: nn.Module, x: Tensor) -> Tensor:
         saved = "mm" in str(op) or "attention" in str(op)
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -279,128 +295,138 @@ def late_stop(layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
 
 
-def nested(layer: nn.Module, x: Tensor) -> Tensor:
-    inner = lambda y: checkpoint(layer, y, use_reentrant=False)  # noqa: E731
-    return checkpoint(inner, x, use_reentrant=True)
+def reentrant(layer: Any, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def non_reentrant(layer: Any, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
 
 
 CHECKPOINTS = {
-    "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
-    "non-reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
     "late stop": late_stop,
     "selective": selective,
-    "nested": nested,
-    "nested in the other": lambda layer, x: checkpoint(
-        lambda y: checkpoint(layer, y, use_reentrant=True), x, use_reentrant=False
-    ),
+    "nested": lambda layer, x: reentrant(lambda y: non_reentrant(layer, y), x),
+    "nested in the other": lambda layer, x: non_reentrant(lambda y: reentrant(layer, y), x),
 }
+AROUND = {"no checkpoint": call, **CHECKPOINTS}
+each_around = pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 
 
-@pytest.mark.parametrize("around", CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
+@each_around
 def test_a_checkpointed_forward_counts_once(around):
     model, twin = Model(around), Model()
     recorder = Recorder(model)
     with torch.no_grad():
         model(tokens(7))
-    for attention in model.attentions:
-        attention.calls.clear()
+    model.expected()
     for m in (model, twin):
         for seed in range(2):
             m(tokens(seed).requires_grad_()).square().sum().backward()
     assert recorder.forwards == dict.fromkeys(NAMES, 2)
-    assert_recorded(recorder.take(), model.expected())
-    for p, q in zip(model.parameters(), twin.parameters()):
-        assert torch.equal(p.grad, q.grad)
+    check(recorder, model)
+    assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
-def test_attention_checkpointed_within_a_module_counts_once():
-    for reentrant in (True, False):
-        model = Model()
-        for attention in model.attentions:
-            attention.attend = lambda *qkv, r=reentrant: checkpoint(causal, *qkv, use_reentrant=r)
-        recorder = Recorder(model)
-        model(tokens()).sum().backward()
-        assert recorder.forwards == dict.fromkeys(NAMES, 1)
-        assert_recorded(recorder.take(), model.expected())
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_attention_checkpointed_within_a_module_counts_once(is_reentrant):
+    model = Model(lambda *qkv: checkpoint(causal, *qkv, use_reentrant=is_reentrant), of_attend=True)
+    recorder = Recorder(model)
+    model(tokens()).sum().backward()
+    assert recorder.forwards == dict.fromkeys(NAMES, 1)
+    check(recorder, model)
 
 
-def test_masks_scales_and_shapes_of_sdpa():
-    """Each as a call, and the mask of the scores that it means."""
-    T = 6
-    window = (torch.arange(T)[:, None] - torch.arange(T)).abs() < 2
-    bias = torch.zeros(2, 1, T, T).masked_fill(~window, -math.inf)
-    padding = torch.ones(2, 1, 1, T, dtype=torch.bool)
-    padding[1, ..., 4:] = False
-    lower_right = causal_lower_right(T, T)
-
-    def wide(tensor: Tensor) -> Tensor:
-        return tensor.repeat_interleave(HEADS // KV_HEADS, dim=1)
-
-    cases: list[tuple[str, Callable[..., Tensor], Any]] = [
-        ("all", lambda q, k, v: F.scaled_dot_product_attention(q, wide(k), wide(v)), None),
-        (
-            "causal",
-            lambda q, k, v: F.scaled_dot_product_attention(q, wide(k), wide(v), None, 0.0, True),
-            "causal",
-        ),
-        (
-            "bool mask",
-            lambda q, k, v: F.scaled_dot_product_attention(
-                query=q, key=k, value=v, attn_mask=window, enable_gqa=True
-            ),
-            window,
-        ),
-        (
-            "float mask",
-            lambda q, k, v: F.scaled_dot_product_attention(q, wide(k), wide(v), bias),
-            window,
-        ),
-        (
-            "padding",
-            lambda q, k, v: F.scaled_dot_product_attention(q, wide(k), wide(v), padding),
-            padding,
-        ),
-        (
-            "bias object",
-            lambda q, k, v: F.scaled_dot_product_attention(q, wide(k), wide(v), lower_right),
-            "causal",
-        ),
-        (
-            "five dimensions",
-            lambda q, k, v: F.scaled_dot_product_attention(
-                q[:, None], wide(k)[:, None], wide(v)[:, None], padding[:, None]
-            )[:, 0],
-            padding,
-        ),
-        (
-            "three dimensions",
-            lambda q, k, v: torch.stack(
-                [F.scaled_dot_product_attention(*one) for one in zip(q, wide(k), wide(v))]
-            ),
-            None,
-        ),
-    ]
-    for name, attend, mask in cases:
-        model = Model()
-        model.attentions[0].attend = attend
-        recorder = Recorder(model, [NAMES[0]])
-        model(tokens())
-        taken = recorder.take()[NAMES[0]]
-        expected = reference(model.attentions[0].calls, mask)
-        torch.testing.assert_close(taken.double(), expected, rtol=1e-5, atol=1e-6, msg=name)
+@each_around
+def test_attention_of_other_kinds_is_observed(around):
+    model = Model(around)
+    recorder = Recorder(model, NAMES[:1])
+    model.attentions[0].attend = observing(recorder, NAMES[0], causal_by_hand)
+    with torch.no_grad():
+        model(tokens(5))
+    model.expected()
+    model(tokens().requires_grad_()).sum().backward()
+    assert recorder.forwards == {NAMES[0]: 1}
+    assert_recorded(recorder.take(), {NAMES[0]: model.expected()[NAMES[0]]})
 
 
-def test_broadcast_batches_heads_and_other_lengths():
+# Ways to call attention
+
+T = 6
+WINDOW = (torch.arange(T)[:, None] - torch.arange(T)).abs() < 2
+BIAS = torch.zeros(2, 1, T, T).masked_fill(~WINDOW, -math.inf)
+PADDING = torch.ones(2, 1, 1, T, dtype=torch.bool)
+PADDING[1, ..., 4:] = False
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.repeat_interleave(HEADS // KV_HEADS, dim=1)
+
+
+def sdpa(*args: Any, **options: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: F.scaled_dot_product_attention(q, wide(k), wide(v), *args, **options)
+
+
+def by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query=q, key=k, value=v, attn_mask=WINDOW, enable_gqa=True
+    )
+
+
+def of_five_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t[:, None] for t in (q, wide(k), wide(v)))
+    return F.scaled_dot_product_attention(q, k, v, PADDING[:, None])[:, 0]
+
+
+def of_three_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    each = zip(q, wide(k), wide(v))
+    return torch.stack([F.scaled_dot_product_attention(*one) for one in each])
+
+
+def flexed(block_mask: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: flex.flex_attention(
+        q.detach(), k.detach(), v.detach(), block_mask=block_mask, enable_gqa=True
+    )
+
+
+BEFORE = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cpu")
+# Each as a call, and the mask of the scores that it means.
+CALLS: dict[str, tuple[Callable[..., Tensor], Any]] = {
+    "all": (sdpa(), None),
+    "causal": (sdpa(None, 0.0, True), "causal"),
+    "bool mask": (by_name, WINDOW),
+    "float mask": (sdpa(BIAS), WINDOW),
+    "padding": (sdpa(PADDING), PADDING),
+    "bias object": (sdpa(causal_lower_right(T, T)), "causal"),
+    "five dimensions": (of_five_dimensions, PADDING),
+    "three dimensions": (of_three_dimensions, None),
+    "flex": (flexed(None), None),
+    "flex with a mask": (flexed(BEFORE), "causal"),
+}
+
+
+@pytest.mark.parametrize(("attend", "mask"), CALLS.values(), ids=CALLS)
+def test_every_way_to_call_attention_is_recorded(attend, mask):
+    model = Model(attend, of_attend=True)
+    recorder = Recorder(model)
+    model(tokens())
+    check(recorder, model, mask)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_broadcast_batches_heads_and_other_lengths(is_causal):
     q, k, v = torch.randn(3, HEADS, 5, 8), torch.randn(1, 1, 7, 8), torch.randn(1, 1, 7, 8)
     model = Model()
-    for causally, mask in ((False, None), (True, torch.ones(5, 7, dtype=torch.bool).tril())):
-        model.attentions[0].attend = lambda a, b, c, on=causally: (
-            F.scaled_dot_product_attention(q, k, v, is_causal=on, scale=0.5).sum() * 0 + a
-        )
-        recorder = Recorder(model, ["layers.0.attention"])
-        model(tokens())
-        expected = reference([(q, k.expand(3, HEADS, 7, 8))], mask) * 0.5 * math.sqrt(8)
-        assert_recorded(recorder.take(), {NAMES[0]: expected})
+    model.attentions[0].attend = lambda a, b, c: (
+        F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.5).sum() * 0 + a
+    )
+    recorder = Recorder(model, NAMES[:1])
+    model(tokens())
+    mask = "causal" if is_causal else None
+    expected = reference([(q, k.expand(3, HEADS, 7, 8))], mask) * 0.5 * math.sqrt(8)
+    assert_recorded(recorder.take(), {NAMES[0]: expected})
 
 
 def test_autocast_and_double_precision():
@@ -409,11 +435,9 @@ def test_autocast_and_double_precision():
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens())
     assert model.attentions[0].calls[0][0].dtype == torch.bfloat16
-    assert_recorded(recorder.take(), model.expected())
-    model = Model().double()
-    recorder = Recorder(model)
-    model(tokens().double())
-    assert_recorded(recorder.take(), model.expected())
+    check(recorder, model)
+    model.double()(tokens().double())
+    check(recorder, model)
 
 
 def test_maxima_are_fp32_whatever_the_default_dtype():
@@ -423,68 +447,62 @@ def test_maxima_are_fp32_whatever_the_default_dtype():
         model = Model()
         recorder = Recorder(model)
         model(tokens().bfloat16())
-        assert_recorded(recorder.take(), model.expected())
+        check(recorder, model)
     finally:
         torch.set_default_dtype(before)
-
-
-def test_flex_attention_by_its_mask():
-    def before(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return i >= j
-
-    block_mask = create_block_mask(before, None, None, 6, 6, device="cpu")
-    model = Model()
-    for number, attention in enumerate(model.attentions):
-        mask = block_mask if number else None
-        attention.attend = lambda q, k, v, mask=mask: flex.flex_attention(
-            q.detach(), k.detach(), v.detach(), block_mask=mask, enable_gqa=True
-        )
-    recorder = Recorder(model)
-    model(tokens())
-    expected = {
-        name: reference(attention.calls, mask)
-        for name, attention, mask in zip(NAMES, model.attentions, (None, "causal"))
-    }
-    assert_recorded(recorder.take(), expected)
 
 
 def test_maxima_that_attention_has_taken_itself_are_recorded():
     scores = torch.randn(2, HEADS, 6, dtype=torch.bfloat16)
     model = Model()
     recorder = Recorder(model)
-    model.attentions[0].attend = lambda q, k, v: recorder.observe_scores(NAMES[0], scores) or q
-    model.attentions[1].attend = lambda q, k, v: (
-        recorder.observe_scores(model.attentions[1], -scores) or q
-    )
+    given = ((NAMES[0], scores), (model.attentions[1], -scores))
+    for attention, args in zip(model.attentions, given):
+        attention.attend = lambda q, k, v, args=args: recorder.observe_scores(*args) or q
     model(tokens())
     assert recorder.forwards == dict.fromkeys(NAMES, 1)
-    expected = [s.double().amax((0, 2)) for s in (scores, -scores)]
+    expected = [s.double().amax((0, 2)) for _, s in given]
     assert_recorded(recorder.take(), dict(zip(NAMES, expected)))
 
 
-def test_attention_of_other_kinds_is_observed():
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        recorder.observe(NAMES[0], q, k)
-        return causal_by_hand(q, k, v)
-
-    for around in (Model().around, *CHECKPOINTS.values()):
-        model = Model(around)
-        model.attentions[0].attend = attend
-        recorder = Recorder(model, ["layers.0.attention"])
-        with torch.no_grad():
-            model(tokens(5))
-        model.attentions[0].calls.clear()
-        model(tokens().requires_grad_()).sum().backward()
-        assert recorder.forwards == {NAMES[0]: 1}
-        assert_recorded(recorder.take(), {NAMES[0]: reference(model.attentions[0].calls)})
+# What is not seen, or not understood
 
 
-def test_attention_that_is_not_seen_is_an_error_of_take():
+def imported(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return imported_by_name(q, k, v, enable_gqa=True)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ q.mT).softmax(-1) @ q
+
+
+class Strange(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if func is Tensor.detach:
+            raise KeyError("no such operation")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def strange(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal(q.as_subclass(Strange), k, v).as_subclass(Tensor)
+
+
+UNSEEN = {
+    "none": (lambda q, k, v: q, r"layers\.1\.attention .*observe.*modules="),
+    "imported by name": (imported, r"layers\.1\.attention .*observe"),
+    "eager": (eager, r'attn_implementation="sdpa".*observe'),
+    "raises": (strange, r"layers\.1\.attention .*KeyError.*no such operation"),
+}
+
+
+@pytest.mark.parametrize(("attend", "match"), UNSEEN.values(), ids=UNSEEN)
+def test_attention_that_is_not_seen_is_an_error_of_take(attend, match):
     model = Model()
     recorder = Recorder(model)
-    model.attentions[1].attend = lambda q, k, v: q
+    model.attentions[1].attend = attend
     model(tokens())
-    with pytest.raises(ValueError, match=r"layers\.1\.attention ran, but no .*obs.*modules="):
+    with pytest.raises(ValueError, match=match):
         recorder.take()
     assert_recorded_nothing(recorder)
     with torch.no_grad():
@@ -492,30 +510,12 @@ def test_attention_that_is_not_seen_is_an_error_of_take():
     assert_recorded_nothing(recorder)
 
 
-def test_names_imported_from_torch_are_not_seen_and_take_says_so():
-    model = Model()
-    recorder = Recorder(model)
-    model.attentions[0].attend = lambda q, k, v: imported_by_name(q, k, v, enable_gqa=True)
-    model(tokens())
-    with pytest.raises(ValueError, match=r"layers\.0\.attention ran, but no .*obs"):
-        recorder.take()
-
-
-def test_eager_attention_is_refused_with_the_argument_of_transformers_that_helps():
-    model = Model()
-    recorder = Recorder(model)
-    model.attentions[1].attend = lambda q, k, v: (q @ q.mT).softmax(-1) @ q
-    model(tokens())
-    with pytest.raises(ValueError, match=r'attn_implementation="sdpa"; in other .*obs'):
-        recorder.take()
-
-
 def assert_recorded_nothing(recorder: Any) -> None:
     found = recorder.take().values()
     assert all(maxima is None or (maxima == -math.inf).all() for maxima in found)
 
 
-def test_what_is_not_understood_is_an_error_of_take():
+def test_another_number_of_heads_is_an_error_of_take():
     model = Model()
     recorder = Recorder(model)
     model.attentions[0].attend = lambda q, k, v: causal(q[:, :2], k, v).repeat(1, 2, 1, 1)
@@ -523,67 +523,130 @@ def test_what_is_not_understood_is_an_error_of_take():
     recorder.take()
     model.attentions[0].attend = causal
     model(tokens())
-    with pytest.raises(ValueError, match=r"layers\.0\.attention attends with 4 heads, and with 2"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attention .* 4 heads.* 2"):
         recorder.take()
     assert_recorded_nothing(recorder)
+    model.expected()
+    model(tokens())  # and from now on, with 4
+    check(recorder, model)
+
+
+def of_grad(model: Model) -> Any:
+    loss = lambda p: functional_call(model, p, (tokens(),)).sum()  # noqa: E731
+    return torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+
+def of_vmap(model: Model) -> Any:
+    return torch.func.vmap(model)(torch.stack([tokens(1), tokens(2)]))
+
+
+@pytest.mark.parametrize("observes", [False, True])
+@pytest.mark.parametrize("run", [of_grad, of_vmap])
+def test_within_transforms_of_torch_func_the_forward_runs_and_take_raises(run, observes):
+    attend = causal_by_hand if observes else causal
+    model, twin = Model(attend, of_attend=True), Model(attend, of_attend=True)
+    recorder = Recorder(model)
+    for name, attention, other in zip(NAMES, model.attentions, twin.attentions):
+        attention.keeps = other.keeps = False
+        attention.attend = observing(recorder, name, attend) if observes else attend
+    torch.testing.assert_close(run(model), run(twin), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"layers\.0\.attention .*transform"):
+        recorder.take()
+    model(tokens())
+    recorder.take()
+
+
+@pytest.mark.parametrize("observes", [False, True])
+def test_tensors_without_numbers_are_passed_over(observes):
+    model = Model()
+    recorder = Recorder(model)
+    for name, attention in zip(NAMES, model.attentions):
+        attention.attend = observing(recorder, name, causal_by_hand) if observes else causal
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(tokens())
+    model.to("meta")(tokens().to("meta"))
+    assert recorder.take() == dict.fromkeys(NAMES)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(Model().state_dict())
     for attention in model.attentions:
         attention.calls.clear()
-    model(tokens())  # and from now on, with 4
-    assert_recorded(recorder.take(), model.expected())
+    model(tokens())
+    check(recorder, model)
+
+
+# Forwards that do not end, or run at the same time
 
 
 class Aborted(Exception):
     pass
 
 
-def raising(*inputs: Any) -> Any:
-    raise Aborted
+def aborted(model: Model, x: Tensor) -> None:
+    """A forward, and its backward, which raises in the second layer, behind its attention."""
 
+    def hook(*_: Any) -> None:
+        raise Aborted
 
-def aborted(model: Model, x: Tensor, at: nn.Module) -> None:
-    """A forward, and its backward, which raises before the module runs."""
-    hook = at.register_forward_pre_hook(raising)
+    kept = [list(attention.calls) for attention in model.attentions]
+    handle = model.layers[1].feed_forward.register_forward_pre_hook(hook)
     with pytest.raises(Aborted):
         model(x).sum().backward()
-    hook.remove()
+    handle.remove()
+    for attention, calls in zip(model.attentions, kept):
+        attention.calls = calls
 
 
-@pytest.mark.parametrize("around", [Model().around, *CHECKPOINTS.values()])
-def test_of_a_forward_that_raised_nothing_is_recorded(around):
+@each_around
+@pytest.mark.parametrize("first", [False, True])
+def test_of_a_forward_that_raised_nothing_is_recorded(around, first):
     """Beside it micro-batches, before and behind it, that ended."""
-    for first in (False, True):
-        model = Model(around)
-        recorder = Recorder(model)
-        if first:
-            model(tokens(1).requires_grad_()).square().sum().backward()
-        kept = [list(attention.calls) for attention in model.attentions]
-        aborted(model, 100 * tokens().requires_grad_(), at=model.layers[1].feed_forward)
-        assert recorder.forwards == dict.fromkeys(NAMES, int(first))
-        for attention, calls in zip(model.attentions, kept):
-            attention.calls = calls
-        model(tokens(2).requires_grad_()).square().sum().backward()
-        assert recorder.forwards == dict.fromkeys(NAMES, 1 + first)
-        assert_recorded(recorder.take(), model.expected())
+    model = Model(around)
+    recorder = Recorder(model)
+    if first:
+        model(tokens(1).requires_grad_()).square().sum().backward()
+    aborted(model, 100 * tokens().requires_grad_())
+    assert recorder.forwards == dict.fromkeys(NAMES, int(first))
+    model(tokens(2).requires_grad_()).square().sum().backward()
+    assert recorder.forwards == dict.fromkeys(NAMES, 1 + first)
+    check(recorder, model)
 
 
-def test_of_an_interrupted_forward_nothing_is_recorded():
-    def interrupted(*qkv: Tensor) -> Tensor:
-        raise KeyboardInterrupt
+def interrupted(*qkv: Tensor) -> Tensor:
+    raise KeyboardInterrupt
 
-    for behind in (True, False):  # whether another forward comes behind
-        model = Model()
-        recorder = Recorder(model)
-        model(tokens(1))
-        kept = [list(attention.calls) for attention in model.attentions]
-        model.attentions[1].attend = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            model(100 * tokens())
-        model.attentions[1].attend = causal
-        for attention, calls in zip(model.attentions, kept):
-            attention.calls = calls
-        if behind:
-            model(tokens(2))
-        assert_recorded(recorder.take(), model.expected())
+
+@pytest.mark.parametrize("behind", ["a take", "a forward", "remove", "a forward of another model"])
+def test_an_interrupted_forward_leaves_nothing(behind):
+    before, model = F.scaled_dot_product_attention, Model()
+    recorder = Recorder(model)
+    model(tokens(1))
+    expected = model.expected()
+    model.attentions[1].attend = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model(100 * tokens())
+    model.attentions[1].attend = causal
+    if behind == "remove":
+        recorder.remove()
+        assert F.scaled_dot_product_attention is before
+    elif behind == "a forward of another model":
+        gone = weakref.ref(recorder)
+        del model, recorder
+        gc.collect()
+        assert gone() is None
+        other = Model()
+        check_after(Recorder(other), other)
+        assert F.scaled_dot_product_attention is before
+    elif behind == "a take":
+        assert_recorded(recorder.take(), expected)
+    else:
+        recorder.take()
+        model.expected()
+        check_after(recorder, model)
+
+
+def check_after(recorder: Any, model: Model) -> None:
+    model(tokens())
+    check(recorder, model)
 
 
 def test_a_forward_within_a_forward_of_the_same_model_is_recorded_beside_it():
@@ -597,24 +660,7 @@ def test_a_forward_within_a_forward_of_the_same_model_is_recorded_beside_it():
     model = Twice()
     recorder = Recorder(model)
     model(100 * tokens(1))
-    assert_recorded(recorder.take(), model.expected())
-
-
-def test_compiled_modules_of_a_forward_that_raised_leave_nothing():
-    torch.compiler.reset()
-    model = Model()
-    recorder = Recorder(model)
-    for name, attention in zip(NAMES, model.attentions):
-        attention.keeps, attention.attend = False, observing(recorder, name)
-        attention.compile(backend="eager", fullgraph=True)
-    twin = Model()
-    for x in (tokens(), tokens(1)):
-        aborted(model, 100 * x, at=model.layers[1].feed_forward)
-        model(x)
-        twin(x)
-        assert_recorded(recorder.take(), twin.expected())
-        for attention in twin.attentions:
-            attention.calls.clear()
+    check(recorder, model)
 
 
 def test_discard_drops_all_since_the_last_step():
@@ -627,100 +673,8 @@ def test_discard_drops_all_since_the_last_step():
     recorder.discard()
     assert recorder.forwards == dict.fromkeys(NAMES, 0)
     model.attentions[1].attend = causal
-    for attention in model.attentions:
-        attention.calls.clear()
-    model(tokens())
-    assert_recorded(recorder.take(), model.expected())
-
-
-def observed(recorder: Any, name: str) -> Callable[..., Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        recorder.observe(name, q, k)
-        return causal_by_hand(q, k, v)
-
-    return attend
-
-
-@pytest.mark.parametrize("observes", [False, True])
-def test_where_nothing_can_be_recorded_the_forward_runs(observes):
-    """By a transform of torch.func, an error of take; by what holds no numbers, none."""
-
-    def of_grad(model: Model) -> Any:
-        loss = lambda p: functional_call(model, p, (tokens(),)).sum()  # noqa: E731
-        return torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
-
-    def of_vmap(model: Model) -> Any:
-        return torch.func.vmap(model)(torch.stack([tokens(1), tokens(2)]))
-
-    for run in (of_grad, of_vmap):
-        model, twin = Model(), Model()
-        recorder = Recorder(model)
-        for name, attention, other in zip(NAMES, model.attentions, twin.attentions):
-            attention.keeps = other.keeps = False
-            other.attend = causal_by_hand if observes else causal
-            attention.attend = observed(recorder, name) if observes else causal
-        torch.testing.assert_close(run(model), run(twin), rtol=0, atol=0)
-        with pytest.raises(ValueError, match=r"layers\.0\.attention runs within a transform of"):
-            recorder.take()
-        model(tokens()), recorder.take()
-
-    model = Model()
-    recorder = Recorder(model)
-    for name, attention in zip(NAMES, model.attentions):
-        attention.attend = observed(recorder, name) if observes else causal
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model(tokens())
-    model.to("meta")(tokens().to("meta"))
-    assert recorder.take() == dict.fromkeys(NAMES)
-    model = model.to_empty(device="cpu")
-    model.load_state_dict(Model().state_dict())
-    for attention in model.attentions:
-        attention.calls.clear()
-    model(tokens())
-    assert_recorded(recorder.take(), model.expected())
-
-
-def test_what_recording_raises_is_an_error_of_take():
-    class Strange(Tensor):
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if func is Tensor.detach:
-                raise KeyError("no such operation")
-            return super().__torch_function__(func, types, args, kwargs)
-
-    model = Model()
-    recorder = Recorder(model)
-    model.attentions[0].attend = lambda q, k, v: causal(q.as_subclass(Strange), k, v).as_subclass(
-        Tensor
-    )
-    model(tokens())
-    with pytest.raises(ValueError, match=r"layers\.0\.attention was not recorded.*KeyError.*such"):
-        recorder.take()
-
-
-def test_removing_puts_back_what_an_interrupted_forward_left():
-    def fail(*qkv: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-    before = F.scaled_dot_product_attention
-    for removes in (True, False):
-        model = Model()
-        recorder = Recorder(model)
-        model.attentions[1].attend = fail
-        with pytest.raises(KeyboardInterrupt):
-            model(tokens())
-        assert F.scaled_dot_product_attention is not before
-        if removes:
-            recorder.remove()
-        else:  # the next forward of any recorder does, where this one is gone
-            gone = weakref.ref(recorder)
-            del model, recorder
-            gc.collect()
-            assert gone() is None
-            model = Model()
-            recorder = Recorder(model)
-            model(tokens())
-        assert F.scaled_dot_product_attention is before
+    model.expected()
+    check_after(recorder, model)
 
 
 def test_forwards_in_several_threads_record_their_own():
@@ -729,29 +683,27 @@ def test_forwards_in_several_threads_record_their_own():
     recorders = [Recorder(model) for model in models[:2]]  # the last has none
     barrier = threading.Barrier(3, timeout=60)
 
-    def attend(number: int) -> Callable[..., Tensor]:
-        def attend(*qkv: Tensor) -> Tensor:
-            for turn in range(3):
-                barrier.wait()
-                if turn == number:
-                    out = causal(*qkv)
-            return out
-
-        return attend
+    def in_turn(number: int, *qkv: Tensor) -> Tensor:
+        for turn in range(3):
+            barrier.wait()
+            if turn == number:
+                out = causal(*qkv)
+        return out
 
     for number, model in enumerate(models):
         for attention in model.attentions:
-            attention.attend = attend(number)
-    threads = [
-        threading.Thread(target=model, args=(tokens(seed),)) for seed, model in enumerate(models)
-    ]
+            attention.attend = functools.partial(in_turn, number)
+    threads = [threading.Thread(target=m, args=(tokens(seed),)) for seed, m in enumerate(models)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert F.scaled_dot_product_attention is before
     for model, recorder in zip(models, recorders):
-        assert_recorded(recorder.take(), model.expected())
+        check(recorder, model)
+
+
+# Which modules
 
 
 def test_of_hooked_modules_within_each_other_the_innermost_records():
@@ -765,29 +717,33 @@ def test_of_hooked_modules_within_each_other_the_innermost_records():
     assert_recorded(taken, model.expected())
 
 
-def test_modules_are_chosen_by_name():
-    model = Model()
-    assert Recorder(model).names == NAMES
-    assert Recorder(model, ["layers.1.*"]).names == [
-        "layers.1.attention",
-        "layers.1.feed_forward",
-    ]
-    assert Recorder(model, "layers").names == ["layers.0", "layers.1"]
-    assert Recorder(model, ["*.attention"]).names == NAMES
-    with pytest.raises(ValueError, match=r"no module fits 'self_attn'; there are .*attention"):
-        Recorder(model, ["attention", "self_attn"])
-    with pytest.raises(ValueError, match=r"no module has any of .*'wq'.*modules="):
-        Recorder(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="found none"):
-        Recorder(model, [])
-    with pytest.raises(ValueError, match="found a list"):
-        Recorder([model])
-    recorder = Recorder(model)
-    for wrong in ("layers.0", model.layers[0]):
-        with pytest.raises(ValueError, match="is not hooked; there are 'layers"):
-            recorder.observe_scores(wrong, torch.zeros(1, 4, 2))
-    with pytest.raises(ValueError, match=r"max_scores of shape \(4, 2\)"):
-        recorder.observe_scores(NAMES[0], torch.zeros(4, 2))
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (["layers.1.*"], ["layers.1.attention", "layers.1.feed_forward"]),
+        ("layers", ["layers.0", "layers.1"]),
+        (["*.attention"], NAMES),
+    ],
+)
+def test_modules_are_chosen_by_name(modules, names):
+    assert Recorder(Model(), modules).names == names
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda m: Recorder(m, ["attention", "self_attn"]), "'self_attn'.*attention"),
+        (lambda m: Recorder(nn.Sequential(nn.Linear(2, 2))), "'wq'.*modules="),
+        (lambda m: Recorder(m, []), "modules"),
+        (lambda m: Recorder([m]), "list"),
+        (lambda m: Recorder(m).observe_scores("layers.0", torch.zeros(1, 4, 2)), "'layers"),
+        (lambda m: Recorder(m).observe_scores(m.layers[0], torch.zeros(1, 4, 2)), "'layers"),
+        (lambda m: Recorder(m).observe_scores(NAMES[0], torch.zeros(4, 2)), r"\(4, 2\)"),
+    ],
+)
+def test_modules_and_scores_that_do_not_fit_are_refused(call, match):
+    with pytest.raises(ValueError, match=match):
+        call(Model())
 
 
 @pytest.mark.parametrize("names", ["q_proj k_proj", "wq_b wkv_b", "q_b_proj kv_b_proj"])
@@ -800,21 +756,21 @@ def test_families_of_the_hub_are_found(names):
     assert Recorder(model).names == ["self_attn"]
 
 
-def test_copies_of_the_model_do_not_feed_the_recorder():
-    model = Model(around=call)
+# Copies
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, functools.partial(through_torch_save, weights_only=False)]
+)
+def test_copies_of_the_model_do_not_feed_the_recorder(duplicate):
+    model = Model()
     model.attentions[0].recorder = recorder = Recorder(model)
-    for attention in model.attentions:
-        attention.keeps = False
-    copied = copy.deepcopy(model)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (copied, torch.load(buffer, weights_only=False)):
-        other(tokens())
-        assert recorder.forwards == dict.fromkeys(NAMES, 0)
-        other.attentions[0].recorder.observe("anything", tokens(), tokens())
-        other.attentions[0].recorder.observe_scores(other, max_scores=tokens())
-        assert other.attentions[0].recorder.take() == {}
+    copied = duplicate(model)
+    copied(tokens())
+    assert recorder.forwards == dict.fromkeys(NAMES, 0)
+    copied.attentions[0].recorder.observe("anything", tokens(), tokens())
+    copied.attentions[0].recorder.observe_scores(copied, max_scores=tokens())
+    assert copied.attentions[0].recorder.take() == {}
     again = Recorder(copied)
     copied(tokens())
     assert again.forwards == dict.fromkeys(NAMES, 1)
@@ -826,10 +782,9 @@ def test_a_pickled_model_does_not_need_this_package():
             assert not module.startswith(optimizer.__name__), (module, name)
             return super().find_class(module, name)
 
-    model = Model(around=call)
+    model = Model()
     model.attentions[0].recorder = Recorder(model)
-    pickled = pickle.dumps(model)
-    loaded = Elsewhere(io.BytesIO(pickled)).load()
+    loaded = Elsewhere(io.BytesIO(pickle.dumps(model))).load()
     assert len(loaded.attentions[0]._forward_hooks) == 1
     assert torch.equal(loaded(tokens()), model(tokens()))
     torch.compiler.reset()
@@ -840,56 +795,55 @@ def test_a_pickled_model_does_not_need_this_package():
     torch.testing.assert_close(compiled(tokens()), model(tokens()))
 
 
-def call(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x)
+# Compiled
 
 
-COMPILED = {
-    "model": lambda model, **how: torch.compile(model, **how),
-    "blocks": lambda model, **how: [layer.compile(**how) for layer in model.layers] and model,
-}
-
-
+@pytest.mark.parametrize("observes", [False, True])
 @pytest.mark.parametrize(
-    ("what", "checkpointed"), [("model", False), ("model", True), ("blocks", True)]
+    ("what", "around"), [("model", call), ("model", non_reentrant), ("blocks", non_reentrant)]
 )
-def test_compiled_modules_run_as_before_and_have_to_observe(what, checkpointed):
+def test_compiled_modules_run_as_before_and_have_to_observe(what, around, observes):
     torch.compiler.reset()
-    around = CHECKPOINTS["non-reentrant"] if checkpointed else call
-    twin = Model()
+    twin, model = Model(), Model(around)
     twin(tokens()).square().sum().backward()
-    for observes in (False, True):
-        model = Model(around)
-        recorder = Recorder(model)
-        for name, attention in zip(NAMES, model.attentions):
-            attention.keeps = False
-            if observes:
-                attention.attend = observing(recorder, name)
-        backend = "aot_eager" if checkpointed and observes else "eager"
-        compiled = COMPILED[what](model, backend=backend, fullgraph=True)
-        with torch.no_grad():
-            compiled(tokens())
-        for _ in range(2):
-            compiled(tokens()).square().sum().backward()
-            if observes:
-                assert_recorded(recorder.take(), twin.expected())
-            else:
-                with pytest.raises(ValueError, match=r"layers\.0\.attention is compiled, so"):
-                    recorder.take()
-        for p, q in zip(model.parameters(), twin.parameters()):
-            torch.testing.assert_close(p.grad, 2 * q.grad, rtol=1e-4, atol=1e-4)
+    recorder, expected = Recorder(model), twin.expected()
+    for name, attention in zip(NAMES, model.attentions):
+        attention.keeps = False
+        attention.attend = observing(recorder, name) if observes else causal
+    how: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+    if observes and around is non_reentrant:
+        how["backend"] = "aot_eager"
+    for module in [model] if what == "model" else model.layers:
+        module.compile(**how)
+    with torch.no_grad():
+        model(tokens())
+    for _ in range(2):
+        model(tokens()).square().sum().backward()
         if observes:
-            with torch.no_grad():
-                compiled(tokens())
-            assert_recorded_nothing(recorder)
+            assert_recorded(recorder.take(), expected)
+        else:
+            with pytest.raises(ValueError, match=r"layers\.0\.attention is compiled"):
+                recorder.take()
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.grad, 2 * q.grad, rtol=1e-4, atol=1e-4)
+    if observes:
+        with torch.no_grad():
+            model(tokens())
+        assert_recorded_nothing(recorder)
 
 
-def observing(recorder: Any, module: Any) -> Callable[..., Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        recorder.observe(module, q, k)
-        return causal(q, k, v)
-
-    return attend
+def test_compiled_modules_of_a_forward_that_raised_leave_nothing():
+    torch.compiler.reset()
+    model, twin = Model(), Model()
+    recorder = Recorder(model)
+    for name, attention in zip(NAMES, model.attentions):
+        attention.keeps, attention.attend = False, observing(recorder, name)
+        attention.compile(backend="eager", fullgraph=True)
+    for x in (tokens(), tokens(1)):
+        aborted(model, 100 * x)
+        model(x)
+        twin(x)
+        check(recorder, twin)
 
 
 def test_what_is_compiled_within_a_module_stays_whole():
@@ -897,24 +851,21 @@ def test_what_is_compiled_within_a_module_stays_whole():
     helper = torch.compile(
         lambda q: q.unflatten(-1, (2, -1)).flatten(-2), backend="eager", fullgraph=True
     )
-    model = Model()
-    model.attentions[0].attend = lambda q, k, v: causal(helper(q), k, v)
-    recorder = Recorder(model)
-    model(tokens())
-    assert_recorded(recorder.take(), model.expected())
+    model = Model(lambda q, k, v: causal(helper(q), k, v), of_attend=True)
+    check_after(Recorder(model), model)
+
+
+# Meshes
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_record_their_own_heads():
-    run_ranks(record_on_meshes, 4)
-
-
-def record_on_meshes() -> None:
+@on_ranks(4)
+def test_tensor_parallel_ranks_record_their_own_heads() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
     x = tokens(dp.get_local_rank())
 
-    def shard(model: Model, by_layer: bool = False, attends: bool = False) -> Model:
+    def shard(model: Model, by_layer: bool = False) -> Model:
         for layer in model.layers:
             if by_layer:
                 fully_shard(layer.attention.wq, mesh=dp)
@@ -924,59 +875,54 @@ def record_on_meshes() -> None:
     model = parallel(Model(), tp, use_local_output=False)
     recorder = Recorder(model)
     for attention in model.attentions:
-        attention.attend = observing_dtensors(recorder, attention)
+        attention.attend = observing(recorder, attention, of_local_tensors)
     model(x)
-    check_local_heads(recorder.take(), model, tp, "TP, DTensors")
+    check_local_heads(recorder, model, tp)
 
-    for case, wrap in {
+    for name, wrap in {
         "TP": lambda model: parallel(model, tp),
         "FSDP2 over TP": lambda model: shard(parallel(model, tp)),
         "FSDP2 of projections over TP": lambda model: shard(parallel(model, tp), by_layer=True),
         "checkpointed FSDP2 over TP": lambda model: shard(parallel(model, tp)),
     }.items():
         for before in (True, False):
-            model = Model(CHECKPOINTS["reentrant"] if "checkpointed" in case else call)
-            recorder = Recorder(model) if before else None
-            model = wrap(model)
-            recorder = recorder or Recorder(model)
-            model(x.clone().requires_grad_()).sum().backward()
-            assert recorder.forwards == dict.fromkeys(NAMES, 1), case
-            for _ in range(2):
-                check_local_heads(recorder.take(), model, tp, case)
-                model(x.clone().requires_grad_()).sum().backward()
+            with case(f"{name}, hooked {'before' if before else 'behind'}"):
+                model = Model(reentrant if "checkpointed" in name else call)
+                recorder = Recorder(model) if before else None
+                model = wrap(model)
+                recorder = recorder or Recorder(model)
+                for _ in range(2):
+                    model(x.clone().requires_grad_()).sum().backward()
+                    assert recorder.forwards == dict.fromkeys(NAMES, 1)
+                    check_local_heads(recorder, model, tp)
 
-    for case, wrap in {
+    for name, wrap in {
         "FSDP2": shard,
         "FSDP2 of projections": lambda model: shard(model, by_layer=True),
         "DDP": lambda model: DistributedDataParallel(model, process_group=dp.get_group()),
     }.items():
-        inner = Model()
-        model = wrap(inner)
-        recorder = Recorder(model)
-        model(x).sum().backward()
-        taken = recorder.take()
-        assert not any(isinstance(maxima, DTensor) for maxima in taken.values()), case
-        assert_recorded(taken, inner.expected())
+        with case(name):
+            inner = Model()
+            model = wrap(inner)
+            recorder = Recorder(model)
+            model(x).sum().backward()
+            taken = recorder.take()
+            assert not any(isinstance(maxima, DTensor) for maxima in taken.values())
+            assert_recorded(taken, inner.expected())
 
-    model = parallel(Model(), tp)
+    model, twin = parallel(Model(), tp), parallel(Model(), tp)
     recorder = Recorder(model)
     attention = model.attentions[0]
     attention.keeps, attention.attend = False, observing(recorder, NAMES[0])
     attention.compile(backend="eager")
-    model = shard(model)
-    model(x)
-    twin = parallel(Model(), tp)
+    shard(model)(x)
     twin(x)
-    check_local_heads(recorder.take(), twin, tp, "compiled FSDP2 over TP")
+    check_local_heads(recorder, twin, tp)
 
 
-def observing_dtensors(recorder: Any, attention: Attention) -> Callable[..., Tensor]:
-    def attend(q: DTensor, k: DTensor, v: DTensor) -> Tensor:
-        recorder.observe(attention, q, k)
-        out = causal_by_hand(*(t.to_local() for t in (q, k, v)))
-        return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
-
-    return attend
+def of_local_tensors(q: DTensor, k: DTensor, v: DTensor) -> Tensor:
+    out = causal_by_hand(*(t.to_local() for t in (q, k, v)))
+    return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
 def parallel(model: Model, mesh: Any, **output: bool) -> Model:
@@ -986,16 +932,12 @@ def parallel(model: Model, mesh: Any, **output: bool) -> Model:
     return model
 
 
-def check_local_heads(taken: dict[str, Tensor], model: Model, mesh: Any, case: str) -> None:
-    assert list(taken) == NAMES
-    for maxima, attention in zip(taken.values(), model.attentions):
-        assert isinstance(maxima, DTensor), case
-        assert maxima.placements == (Shard(0),) and maxima.device_mesh == mesh, case
-        assert maxima.shape == (HEADS,), case
-        calls = [tuple(getattr(t, "_local_tensor", t) for t in c) for c in attention.calls]
-        local = maxima.to_local()
-        assert local.shape == (HEADS // mesh.size(),), case
-        torch.testing.assert_close(local.double(), reference(calls), rtol=1e-5, atol=1e-6)
+def check_local_heads(recorder: Any, model: Model, mesh: Any) -> None:
+    taken, expected = recorder.take(), model.expected()
+    for maxima in taken.values():
+        assert isinstance(maxima, DTensor) and maxima.shape == (HEADS,)
+        assert maxima.placements == (Shard(0),) and maxima.device_mesh == mesh
+    assert_recorded({name: maxima.to_local() for name, maxima in taken.items()}, expected)
 
 
 # On a GPU
@@ -1008,8 +950,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_recording_and_clipping_never_make_the_host_wait():
     model = Model().cuda()
     groups = optimizer.muon.get_default_muon_param_groups(model)
-    config = {"head_dim": model.attentions[0].wq.out_features // HEADS, "threshold": 1e-3}
-    optim = optimizer.Muon(groups, clip_config=config)
+    optim = optimizer.Muon(groups, clip_config={"head_dim": HEAD_DIM, "threshold": 1e-3})
     optim.qk_recorder = Recorder(model)
     x = tokens().cuda()
     for step in range(3):
