@@ -387,6 +387,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
     ),
     "pooling by attention": (lambda: Head(head=perceptron(32, 64, 32)), POOLING),
     "a normed head": (normed_head, ["0.weight"]),
+    "gives what is taken": (lambda: dicts(up=(8, 32), down=(32, 8)), ["up.weight", "down.weight"]),
     "ProphetNet": (prophet, ["0.up.weight", "0.output.weight"]),
 }
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from kernel import optimizer
-from layouts import EXACT, Group, Twins, Weight, check
-from ranks import run_ranks
+from layouts import Group, Weight, check
 from reference import ReferenceMuon
 
 FP64 = {"ns_dtype": torch.float64, "comm_dtype": torch.float64}
@@ -145,27 +143,28 @@ def test_each_part_takes_the_steps_of_a_matrix_of_its_own(name, options):
         torch.testing.assert_close(state["second_momentum_buffer"], expected)
 
 
-def test_experts_are_parted_each_and_flattened_kernels_by_group():
-    experts = torch.nn.Parameter(torch.randn(3, 8, 14, dtype=torch.float64))
-    kernel = torch.nn.Parameter(torch.randn(12, 5, 3, 3, dtype=torch.float64))
-    starts = [experts.detach().clone(), kernel.detach().clone()]
-    split = {"experts.0": "dim (n (gate=1 + up=1))", "experts.1": "([group=3] out) in"}
+@pytest.mark.parametrize(
+    "shape, options, matrices",
+    [
+        (
+            *((3, 8, 14), {"split": "dim (n (gate=1 + up=1))", "expert_keys": ["experts"]}),
+            lambda experts: [expert[:, i::2] for expert in experts for i in (0, 1)],
+        ),
+        (
+            *((12, 5, 3, 3), {"split": "([group=3] out) in", "flatten": True}),
+            lambda kernel: kernel.flatten(1).split(4),
+        ),
+    ],
+)
+def test_experts_are_parted_each_and_flattened_kernels_by_group(shape, options, matrices):
+    param = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    reference = ReferenceMuon(matrices(param), {"lr": 0.05})
+    stepped([param], **options, **FP64)
     generator = torch.Generator().manual_seed(1)
-    grads = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in (experts, kernel)]
-    stepped([experts], 1, split=split["experts.0"], expert_keys=["experts"], **FP64)
-    for expert in range(3):
-        for first in range(2):
-            start, grad = (t[expert][:, first::2] for t in (starts[0], grads[0]))
-            reference = ReferenceMuon([start], {"lr": 0.05})
-            reference.step([grad])
-            torch.testing.assert_close(experts[expert][:, first::2], reference.weights[0])
-    kernel.grad = grads[1]
-    group = {"params": [kernel], "use_muon": True, "flatten": True, "split": split["experts.1"]}
-    optimizer.Muon([group], lr=0.05, **FP64).step()
-    for at in range(0, 12, 4):
-        reference = ReferenceMuon([starts[1][at : at + 4].flatten(1)], {"lr": 0.05})
-        reference.step([grads[1][at : at + 4].flatten(1)])
-        torch.testing.assert_close(kernel[at : at + 4].flatten(1), reference.weights[0])
+    for _ in range(3):
+        reference.step(matrices(torch.randn(shape, generator=generator, dtype=torch.float64)))
+    for ours, expected in zip(matrices(param.detach()), reference.weights):
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize(
@@ -218,22 +217,6 @@ def test_experts_parted_by_columns_on_every_mesh_take_the_steps_of_one_device():
     layouts = {"EP": ((4,), (0,)), "rows": ((4,), (1,)), "columns": ((4,), (2,))}
     layouts["EP and columns"] = ((2, 2), (0, 2))
     check(4, {name: [Group([Weight((5, 8, 14), *at)], split)] for name, at in layouts.items()})
-
-
-def stream_and_compare(names):
-    """Steps whose momentum is streamed from host memory are those of one device."""
-    for name in names:
-        shape, split = CASES[name].shape, CASES[name].split
-        group = Group([Weight(shape, (2,), (dim,)) for dim in (0, 1)], {"split": split})
-        meshes = {(2,): init_device_mesh("cpu", (2,))}
-        twins = Twins.placed([group], meshes, {**EXACT, "beta2": 0.9})
-        twins.ours.turn_on_cpu_offload(slot_bytes=256, backend=optimizer.SimulatedHost())
-        twins.step_and_compare()
-
-
-@pytest.mark.slow
-def test_every_split_streamed_from_host_memory_takes_the_steps_of_one_device():
-    run_ranks(stream_and_compare, 2, list(CASES))
 
 
 # What is refused
