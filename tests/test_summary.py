@@ -150,7 +150,7 @@ WORDS, HEAD = {"emb.weight": (65, 8)}, {"fc.weight": (65, 8)}
 
 @pytest.mark.parametrize("is_named", [True, False])
 def test_matrices_with_a_vocabulary_are_noted(is_named):
-    tables = {"tokens.weight": (2000, 8), "out.weight": (2000, 8)}
+    tables = {"tokens.weight": (2000, 300), "out.weight": (1001, 8)}
     for muon, adamw in ((tables, {}), (HEAD, WORDS)):
         summary = summary_of(muon, adamw, is_named)
         for note, row in zip(summary.notes, summary.rows[1 : len(muon) + 1], strict=True):
@@ -162,6 +162,8 @@ HIDDEN: dict[str, tuple[dict[str, tuple], dict[str, tuple]]] = {
     "positions": ({"fc.weight": (16, 8)}, {"wpe.weight": (16, 8)}),
     "latent attention": ({f"l.{i}.kv_b.weight": (4096, 64) for i in range(2)}, {}),
     "adapters": ({"head.lora_B.default.weight": (2000, 8)}, {}),
+    "under a thousand rows": ({"x.weight": (999, 8)}, {}),
+    "under six times the columns": ({"x.weight": (1700, 300)}, {}),
     "many inputs": ({"fc1.weight": (64, 6272), "fc2.weight": (64, 64)}, {}),
     "wide layer": ({"0.weight": (1024, 64), "2.weight": (64, 1024)}, {}),
 }
@@ -317,6 +319,41 @@ def test_bytes_and_flops_are_those_of_a_step_on_any_mesh(layout, options):
         balance = pytest.approx(max(of_ranks) * 4 / sum(of_ranks))
         assert all(own["rows"] == found[0]["rows"] for own in found)
         assert all(own["totals"]["balance"] == balance for own in found)
+
+
+def replicated(options: dict[str, Any]) -> dict[str, Any]:
+    options = {**options, "process_group": dist.group.WORLD}
+    params = [nn.Parameter(torch.zeros(s)) for s in [(96, 64)] * 8 + [(30, 20), (12, 4, 8)]]
+    others = [nn.Parameter(torch.zeros(s)) for s in [(50, 40), (64,), (1000, 16)]]
+    others.append(nn.Parameter(torch.zeros(400, 40), requires_grad=False))
+    names = [f"experts.{index}" for index in range(len(params))]
+    muon = {"params": params, "names": names, "use_muon": True, "beta2": 0.9}
+    adamw = {"params": others, "use_muon": False}
+    optim = optimizer.Muon([muon, adamw], expert_keys=["experts"], none_grad=False, **options)
+    for p in (*params, *others[:-1]):
+        p.grad = torch.ones_like(p)
+    return counted(optim)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"grad_reduce": "mean"}], ids=["DDP", "ZeRO-2"])
+def test_summaries_tell_what_replicas_send(options, ranks):
+    found = run_ranks(replicated, ranks, options)
+    for own in found:
+        assert own["totals"]["sent_bytes"] == pytest.approx(own["sent"], abs=2)
+        assert own["totals"]["flops"] == own["flops"]
+        assert str(ranks) in own["rows"][0]["placement"] and own["rows"] == found[0]["rows"]
+    if options:  # all-gathers of updates pad a little, which no parameter answers for
+        moved = sum(row["bytes"] for row in found[0]["rows"])
+        assert moved == pytest.approx(sum(own["sent"] for own in found), rel=0.1)
+
+
+def test_every_rank_of_the_plain_reference_owns_every_matrix():
+    weights = [Weight((12, 8), (2,), (0,)), Weight((3, 6, 4), (2,), (1,))]
+    for own in run_ranks(placed, 2, weights, {"use_distributed_muon": True}):
+        assert [row["owners"] for row in own["rows"]] == [[0, 1]] * 2
+        assert own["totals"]["flops"] == own["flops"] == flops(12, 8) + 3 * flops(6, 4)
+        assert [row["flops"] for row in own["rows"]] == [2 * flops(12, 8), 6 * flops(6, 4)]
 
 
 def one_rank_looks() -> None:
