@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,15 +132,13 @@ def movement_on_ranks(layout: str, mesh: DeviceMesh, factor: float, **options) -
 
 def scaled_on_ranks() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layout in LAYOUTS:
-        for options in ({}, EXACT):
-            expected = movement_on_ranks(layout, mesh, 1.0, **options)
-            for exponent in (-100, 26):
-                found = movement_on_ranks(layout, mesh, 2.0**exponent, **options)
-                assert_same_bits(found, expected, (layout, options, exponent))
-            if options is EXACT:
-                found = movement_on_ranks(layout, mesh, 2e-8, **options)
-                assert distance(found, expected) < 1e-3
+    for layout, options in itertools.product(LAYOUTS, ({}, EXACT)):
+        expected = movement_on_ranks(layout, mesh, 1.0, **options)
+        for exponent in (-100, 26):
+            found = movement_on_ranks(layout, mesh, 2.0**exponent, **options)
+            assert_same_bits(found, expected, (layout, options, exponent))
+        if options is EXACT:
+            assert distance(movement_on_ranks(layout, mesh, 2e-8, **options), expected) < 1e-3
 
 
 @pytest.mark.slow
