@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import mmap
@@ -112,6 +113,32 @@ def test_memory_comes_back_segment_by_segment_when_tensors_die(device, monkeypat
         assert device.locked == {}
     finally:
         gc.enable()
+
+
+@without_cuda
+def test_memory_is_the_states_alone_whatever_has_replaced_it_and_goes_with_offload(device):
+    matrices = [nn.Parameter(torch.ones(256, 256).to(CUDA)) for _ in range(2)]
+    optim = Muon([{"params": matrices, "use_muon": True}], ns_coefficients=[(1.5, -0.5, 0.0)])
+    optim.turn_on_cpu_offload()
+
+    def step() -> None:
+        for param in matrices:
+            param.grad = torch.ones_like(param)
+        optim.step()
+
+    def change_dtype() -> None:
+        optim.param_groups[0]["momentum_dtype"] = torch.bfloat16
+        step()
+
+    def load() -> None:
+        optim.load_state_dict(copy.deepcopy(optim.state_dict()))
+
+    for change in (step, load, step, change_dtype, load, step):
+        change()
+        state = sum(tensor.nbytes for tensor in tensors_of(optim))
+        assert state <= sum(device.locked.values()) <= 1.02 * state, change
+    optim.turn_off_cpu_offload()
+    assert device.locked == {}
 
 
 @without_cuda
