@@ -6,7 +6,7 @@ have it, and bytes of the device are counted. Streams and the driver's calls for
 are there too: the package runs as it does beside a GPU, without a stand-in backend.
 
 What this can't show: anything about time. Streams do what they are told at once, so a missing wait
-goes unseen, unless a recorder watches (tests/stream_order.py). There is one device. Triton kernels
+goes unseen, unless a recorder watches (tests/race_detector.py). There is one device. Triton kernels
 compute nothing (tests/stub_driver.py), or are not there. Memory is what is asked for, without an
 allocator's rounding. Autograd can't record what is done with such tensors, so gradients are set by
 hand, and all is done under ``no_grad``. Numbers are a CPU's: compare them with others of this

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fake_device import CUDA, rows_at
 from kernel import optimizer
-from layouts import params_of
+from layouts import params_of, randn
 from race_detector import ordered_device
 from rank_pool import RankPool
 
@@ -53,31 +53,6 @@ class Logits:
         return {0: torch.tensor([1.0, 4.0, 9.0, 2.5])}
 
 
-def make(options: dict[str, Any], is_offloaded: bool) -> torch.optim.Optimizer:
-    generator = torch.Generator().manual_seed(0)
-    is_replicated = "grad_reduce" in options
-    if is_replicated:
-        options = {**options, "process_group": dist.group.WORLD}
-    mesh = None if is_replicated else DeviceMesh("cuda", list(range(RANKS)))
-    params = {}
-    for name, shape in SHAPES.items():
-        value = torch.randn(shape, generator=generator)
-        params[name] = nn.Parameter(placed(value, mesh))
-    muon = [(n, p) for n, p in params.items() if p.ndim == 2 and "embed" not in n]
-    others = [(n, p) for n, p in params.items() if p.ndim != 2 or "embed" in n]
-    groups = [{"params": muon, "use_muon": True}, {"params": others, "use_muon": False}]
-    optim = optimizer.Muon(groups, lr=0.02, chunk_size=1, **options)
-    if "clip_config" in options:
-        optim.qk_recorder = Logits()
-    if is_offloaded:
-        optim.turn_on_cpu_offload(slot_bytes=SLOT_BYTES)
-    return optim
-
-
-def placed(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    return value.to(CUDA) if mesh is None else rows_at(value, mesh, CUDA)
-
-
 def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[str]]:
     """The races of some steps, how many collectives they launched, and where waits are called.
 
@@ -86,14 +61,29 @@ def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[s
         dropped: waits that are called there are ignored.
     """
     torch.set_num_threads(1)
+    options, is_offloaded = CASES[case]
+    is_replicated = "grad_reduce" in options
+    if is_replicated:
+        options = {**options, "process_group": dist.group.WORLD}
     with ordered_device(lambda _, site: site == dropped) as recorder:
-        optim = make(*CASES[case])
-        params = params_of(optim)
-        mesh = getattr(params[0].data, "device_mesh", None)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(STEPS):
-            for param in params:
-                param.grad = placed(torch.randn(param.shape, generator=generator), mesh)
+        mesh = None if is_replicated else DeviceMesh("cuda", list(range(RANKS)))
+
+        def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+            value = randn(*shape, seed=seed)
+            return value.to(CUDA) if mesh is None else rows_at(value, mesh, CUDA)
+
+        groups: list[dict[str, Any]] = [{"params": [], "use_muon": kind} for kind in (True, False)]
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            param = nn.Parameter(random(shape, number))
+            groups[0 if "layers" in name else 1]["params"].append((name, param))
+        optim = optimizer.Muon(groups, lr=0.02, chunk_size=1, **options)
+        if "clip_config" in options:
+            optim.qk_recorder = Logits()
+        if is_offloaded:
+            optim.turn_on_cpu_offload(slot_bytes=SLOT_BYTES)
+        for step in range(STEPS):
+            for param in params_of(optim):
+                param.grad = random(param.shape, step)
             optim.step()
         return recorder.races, recorder.collectives, recorder.waits
 

@@ -171,48 +171,6 @@ def test_a_complex_parameter_is_a_pair_of_real_ones():
 
 
 @both
-@pytest.mark.parametrize("maximize", [False, True])
-def test_the_valley_of_rosenbrock_is_descended(kind, maximize):
-    """rosenbrock_sparse, with gradients that are dense: sparse ones are refused"""
-
-    def rosenbrock(xy: torch.Tensor) -> torch.Tensor:
-        x, y = xy.flatten()
-        return (1 - x) ** 2 + 100 * (y - x**2) ** 2
-
-    start = torch.tensor([[1.5, 1.5]])
-    p = nn.Parameter(start.clone())
-    optim = kind([p], lr=1e-3, weight_decay=0, maximize=maximize)
-    for step in range(200):
-        optim.zero_grad()
-        rosenbrock(p).backward()
-        p.grad[0, step % 2] = 0  # one coordinate after the other
-        optim.step()
-    assert bool(rosenbrock(p) > rosenbrock(start)) is maximize
-
-
-@both
-def test_dtypes_may_be_mixed(kind):
-    """mixed_device_dtype, on one device"""
-    for options in every_option():
-        dtypes = [torch.float64, torch.float32, torch.bfloat16]
-        if "weight_rounding" not in options:  # which refuses it
-            dtypes.append(torch.float16)
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.rand(2, 3, dtype=dtype)) for dtype in dtypes]
-        twins = [nn.Parameter(p.detach().clone()) for p in params]
-        together, alone = kind(params, **options), [kind([q], **options) for q in twins]
-        for step in range(3):
-            set_gradients(params, step)
-            set_gradients(twins, step)
-            for optim in (together, *alone):
-                optim.step()
-        assert [p.dtype for p in params] == dtypes
-        for p, q in zip(params, twins):
-            eps = torch.finfo(p.dtype).eps
-            torch.testing.assert_close(p, q, rtol=5 * eps, atol=5 * eps)
-
-
-@both
 def test_a_step_of_zeros_changes_nothing_without_decay(kind):
     """step_is_noop_for_zero_grads"""
     for options in every_option(weight_decay=0):
