@@ -160,24 +160,22 @@ def symmetric_calls(target: Any) -> Calls:
 
 def maxima_calls() -> Calls:
     """With rope and documents, or all of a head's width at once, or a mask and any strides."""
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype, positions, name in [
+        (torch.bfloat16, 2048, "vectors"), (torch.bfloat16, 128, "vectors"),
+        (torch.bfloat16, 128, "whole"), (torch.bfloat16, 100, "masked"),
+        (torch.float32, 128, "vectors"), (torch.float32, 100, "masked"),
+    ]:  # fmt: skip
+        gap = name == "masked"
+        q, k, q_rope, k_rope = (
+            zeros(2, 32, positions, width, dtype=dtype, gap=gap) for width in (128, 128, 64, 64)
+        )
+        ids = torch.zeros(2, positions, dtype=torch.int64)
+        mask = zeros(2, 32, positions, positions, dtype=torch.float32) if gap else None
+        ropes = (None, None) if name == "whole" else (q_rope, k_rope)
+        inputs = torch.zeros(32), q, k, *ropes, ids, ids, mask
+        how = {"scale": 1.0, "causal": True, "largest_excluded": -1e30 if gap else None}
         kind = "fp32" if dtype == torch.float32 else "16 bits"
-        for positions, name in [
-            (2048, "vectors"),
-            (128, "vectors"),
-            (128, "whole"),
-            (100, "masked"),
-        ]:
-            gap = name == "masked"
-            q, k, q_rope, k_rope = (
-                zeros(2, 32, positions, width, dtype=dtype, gap=gap) for width in (128, 128, 64, 64)
-            )
-            ids = torch.zeros(2, positions, dtype=torch.int64)
-            mask = zeros(2, 32, positions, positions, dtype=torch.float32) if gap else None
-            ropes = (None, None) if name == "whole" else (q_rope, k_rope)
-            inputs = torch.zeros(32), q, k, *ropes, ids, ids, mask
-            how = {"scale": 1.0, "causal": True, "largest_excluded": -1e30 if gap else None}
-            yield f"maxima {name}, {kind}", partial(logit_maxima.raise_maxima, *inputs, **how)
+        yield f"maxima {name}, {kind}", partial(logit_maxima.raise_maxima, *inputs, **how)
 
 
 # -- what was compiled -----------------------------------------------------------------------------

@@ -26,6 +26,8 @@ def test_chunks_go_through_all_stages_in_order_and_a_few_are_under_way_at_once(c
             assert place[GATHER, number] < place[COMPUTE, number - 1]
         if number and in_flight >= 3:  # and the one before goes back
             assert place[COMPUTE, number] < place[FINISH, number - 1]
+        if number >= 2:  # and no other waits for its update
+            assert place[FINISH, number - 2] < place[COMPUTE, number]
     under_way = [
         sum((do is GATHER) - (do is FINISH) for do, _ in events[: at + 1])
         for at in range(len(events))
