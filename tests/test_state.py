@@ -716,6 +716,17 @@ def test_tensors_of_a_checkpoint_that_share_memory_or_leave_gaps_get_their_own()
     go_on(*runs)
 
 
+def test_state_whose_first_rows_are_zeros_is_not_taken_for_fresh():
+    model, optim = build(beta2=0.9)
+    train(model, optim, 2)
+    saved = through_torch_save(optim.state_dict())
+    for value in (v for own in saved["state"].values() for v in own.values() if v.ndim):
+        value[0] = 0
+    runs = [load_into(build(beta2=0.9), model.state_dict(), saved) for _ in range(2)]
+    runs[0][1].state_dict()
+    go_on(*runs)
+
+
 def test_a_tensor_of_the_optimizer_that_is_loaded_twice_is_two():
     model, optim = build()
     train(model, optim, 1)
