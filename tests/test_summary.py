@@ -135,6 +135,14 @@ def test_groups_without_parameters_or_names_have_a_summary(params):
     check_table(optimizer.Muon([{"params": [], "use_muon": False}]).summary())
 
 
+def test_a_long_name_has_a_line_of_its_own():
+    name, param = f"layers.0.{'x' * 150}", nn.Parameter(torch.ones(4, 4))
+    text = str(optimizer.Muon([{"params": [(name, param)], "use_muon": True}]).summary())
+    lines = text.splitlines()
+    lines.remove(name)
+    assert all(len(line) <= 100 for line in lines)
+
+
 def summary_of(muon: dict[str, tuple], adamw: dict[str, tuple], is_named: bool = True) -> Any:
     """Of a layer, and of matrices of these names and shapes."""
     groups = []
@@ -354,6 +362,14 @@ def test_every_rank_of_the_plain_reference_owns_every_matrix():
         assert [row["owners"] for row in own["rows"]] == [[0, 1]] * 2
         assert own["totals"]["flops"] == own["flops"] == flops(12, 8) + 3 * flops(6, 4)
         assert [row["flops"] for row in own["rows"]] == [2 * flops(12, 8), 6 * flops(6, 4)]
+        assert not any(row["whole"] for row in own["rows"])
+
+
+def test_bytes_of_a_matrix_are_two_for_each_element_both_ways_and_its_mean_squares():
+    found = run_ranks(placed, 2, [Weight((64, 96), (2,), (0,))], {"beta2": 0.9})
+    expected = 2 * (32 * 96) + 2 * (32 * 96) + 4 * 96  # the longer side has the mean squares
+    assert [own["rows"][0]["bytes"] for own in found] == [expected] * 2
+    assert sum(own["sent"] for own in found) >= expected
 
 
 def one_rank_looks() -> None:
