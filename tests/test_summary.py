@@ -99,6 +99,13 @@ def test_algorithms_are_told(param, options, facts):
     assert ("fused" in algorithm) == (facts == ["AdamW, fused"])
 
 
+def is_short(cell: str, value: int) -> bool:
+    """Whether a cell has three digits of a number, and a unit."""
+    digits, _, unit = cell.strip().partition(" ")
+    factor = 1000 ** " kMGT".index(unit or " ")
+    return float(digits) < 1000 and float(digits) * factor == pytest.approx(value, rel=6e-3)
+
+
 def check_table(summary: Any) -> None:
     """A line of aligned cells for each parameter, below what it has in common with others."""
     head, rule, *lines = str(summary).splitlines()
@@ -118,7 +125,8 @@ def check_table(summary: Any) -> None:
             about = (str(row["dtype"]), row["placement"], row["algorithm"].split(",")[0])
             assert all(each.removeprefix("torch.") in section for each in about)
             assert cells[0].startswith("×".join(map(str, row["shape"])) or "scalar")
-            assert all(cells) and (cells[2] == "–") == (row["flops"] == 0)
+            for cell, value in ((cells[2], row["flops"]), (cells[3], row["bytes"])):
+                assert value == 0 if cell == "–" else is_short(cell.removesuffix("B"), value)
             assert all(line[stop : stop + 2].strip() == "" for stop in ends)
             section += "\n"
         elif line:
