@@ -119,18 +119,21 @@ def experts(**stacks: Any) -> nn.Module:
         ),
         (
             lambda: module(rel=weights(8, 16, 16), **experts()._modules),
-            *({"expert_keys": ["rel"]}, {"experts.w", "rel", "a.weight"}),
+            {"expert_keys": ["rel"]},
+            {"experts.w", "rel", "a.weight"},
         ),
         (
             lambda: experts(scales=weights(4, 32).requires_grad_(False)),
-            *({}, {"experts.w", "a.weight"}),
+            {},
+            {"experts.w", "a.weight"},
         ),
         (experts, {"is_muon_func": lambda name, p: p.ndim > 1}, {"experts.w", "a.weight"}),
         (experts, {"adamw_keys": ["a"]}, {"experts.w"}),
         (experts, {"expert_keys": []}, {"a.weight"}),
         (
             lambda: module(conv=nn.Conv1d(16, 16, 3), a=nn.Linear(16, 16)),
-            *({"convolutions": True}, {"conv.weight", "a.weight"}),
+            {"convolutions": True},
+            {"conv.weight", "a.weight"},
         ),
     ],
 )

@@ -26,28 +26,43 @@ get_default_muon_param_groups = optimizer.muon.get_default_muon_param_groups
 
 KEYS = ["experts"]
 STACKS = "model.layers.0.mlp.experts.gate_up_proj"
+EMBEDDINGS_AND_HEADS = """
+    model.embed_tokens.weight tok_embeddings.weight transformer.wte.weight shared.weight
+    gpt_neox.embed_in.weight embed_out.weight value_embeds.1.weight token_emb.weight emb.weight
+    word_embedding.weight bert.embeddings.word_embeddings.weight token_embedding_table.weight
+    transformer.wpe.weight position_embedding_table.weight pos_embed positional_embedding
+    vision.patch_embed.proj.weight lm_head.weight output.weight to_logits.weight logits.weight
+    net.to_logits.1.weight model.layers.61.shared_head.head.weight head.weight score.weight
+    base_model.model.lm_head.base_layer.weight classifier.weight classifier.out_proj.weight
+    qa_outputs.weight cls.seq_relationship.weight blocks.0.attention.output.weight
+    base_model.model.score.modules_to_save.default.weight
+"""
+# Of two dimensions, and no matrices.
+NO_MATRICES = """
+    encoder.layers.0.self_attn.pos_bias_u stages.0.attn.attention_biases model.level_embed
+    resampler.latents blocks.0.audio_scale_shift_table layers.0.mamba.D layers.0.attn.rel_pos_h
+    backbone.layers.0.mixer.A_log layers.0.attn.relative_position_bias_table
+    q_proj.oft_R.default.weight model.layers.0.mlp.experts.gate_up_proj_bias
+"""
+# Some are called nearly as heads are.
+MATRICES = """
+    model.layers.0.self_attn.q_proj.weight weight decoder.weight blocks.0.fc_out.weight
+    transformer.h.0.attn.c_q.weight blocks.0.attn.proj_out.weight bert.pooler.dense.weight
+    bert.encoder.layer.0.attention.output.dense.weight roberta.lm_head.dense.weight
+    classifier.dense.weight encoder.block.0.layer.0.SelfAttention.q.weight
+    layers.0.head_proj.weight layers.0.multihead.out_proj.weight encoder.output.proj.weight
+    head.mlp.fc1.weight bert.encoder.layer.0.output.dense.weight layers.0.output.dense.weight
+    model.layers.11.mlp.gate_proj.weight pre_logits.fc1.weight time_emb_proj.weight
+    blocks.0.emb_layers.1.weight transformer.h.0.attn.c_attn.weight blocks.0.attn.qkv.weight
+    in_proj_weight transformer.h.3.attn.ve_gate.weight attention.in_proj_weight
+    projector.mm_input_projection_weight pre_classifier.weight model.layers.61.eh_proj.weight
+    model.layers.0.self_attn.kv_a_proj_with_mqa.weight
+"""
 # Shape, expert_keys, whether parameters of these names are Muon's. Families: Llama, GPT-2 and NeoX,
 # nanochat, BERT, T5, ViT, Mixtral, Qwen, DeepSeek, tutorials', and what only sounds like theirs.
 NAMES: list[tuple[tuple[int, ...], list[str] | None, bool, str]] = [
-    (
-        *((32, 8), None, False),  # embeddings and heads
-        """model.embed_tokens.weight tok_embeddings.weight transformer.wte.weight shared.weight
-        gpt_neox.embed_in.weight embed_out.weight value_embeds.1.weight token_emb.weight emb.weight
-        word_embedding.weight bert.embeddings.word_embeddings.weight token_embedding_table.weight
-        transformer.wpe.weight position_embedding_table.weight pos_embed positional_embedding
-        vision.patch_embed.proj.weight lm_head.weight output.weight to_logits.weight logits.weight
-        net.to_logits.1.weight model.layers.61.shared_head.head.weight head.weight score.weight
-        base_model.model.lm_head.base_layer.weight classifier.weight classifier.out_proj.weight
-        qa_outputs.weight cls.seq_relationship.weight blocks.0.attention.output.weight
-        base_model.model.score.modules_to_save.default.weight""",
-    ),
-    (
-        *((4, 16), None, False),  # of two dimensions, and no matrices
-        """encoder.layers.0.self_attn.pos_bias_u stages.0.attn.attention_biases model.level_embed
-        resampler.latents blocks.0.audio_scale_shift_table layers.0.mamba.D layers.0.attn.rel_pos_h
-        backbone.layers.0.mixer.A_log layers.0.attn.relative_position_bias_table
-        q_proj.oft_R.default.weight model.layers.0.mlp.experts.gate_up_proj_bias""",
-    ),
+    ((32, 8), None, False, EMBEDDINGS_AND_HEADS),
+    ((4, 16), None, False, NO_MATRICES),
     ((4, 16), KEYS, False, f"{STACKS}_bias layers.0.moe.experts.mlp1_bias"),
     ((32, 1), None, False, "q_proj.ia3_l.default"),
     ((8, 1), None, False, "q_proj.lora_E.default"),
@@ -58,20 +73,7 @@ NAMES: list[tuple[tuple[int, ...], list[str] | None, bool, str]] = [
     ((8, 3, 4, 4), None, False, "embeddings.patch_embeddings.projection.weight conv1.weight"),
     ((1, 17, 8), None, False, "pos_embed cls_token"),
     ((8, 1, 4), KEYS, False, "conv1d.weight"),
-    (
-        *((16, 8), None, True),  # some are called nearly as heads are
-        """model.layers.0.self_attn.q_proj.weight weight decoder.weight blocks.0.fc_out.weight
-        transformer.h.0.attn.c_q.weight blocks.0.attn.proj_out.weight bert.pooler.dense.weight
-        bert.encoder.layer.0.attention.output.dense.weight roberta.lm_head.dense.weight
-        classifier.dense.weight encoder.block.0.layer.0.SelfAttention.q.weight
-        layers.0.head_proj.weight layers.0.multihead.out_proj.weight encoder.output.proj.weight
-        head.mlp.fc1.weight bert.encoder.layer.0.output.dense.weight layers.0.output.dense.weight
-        model.layers.11.mlp.gate_proj.weight pre_logits.fc1.weight time_emb_proj.weight
-        blocks.0.emb_layers.1.weight transformer.h.0.attn.c_attn.weight blocks.0.attn.qkv.weight
-        in_proj_weight transformer.h.3.attn.ve_gate.weight attention.in_proj_weight
-        projector.mm_input_projection_weight pre_classifier.weight model.layers.61.eh_proj.weight
-        model.layers.0.self_attn.kv_a_proj_with_mqa.weight""",
-    ),
+    ((16, 8), None, True, MATRICES),
     ((1, 28), None, True, "q_proj.lora_A.default.weight"),
     ((0, 8), None, True, "layers.0.wq.weight"),
     ((1, 8), KEYS, True, "mlp.shared_expert_gate.weight block_sparse_moe.experts.7.w1.weight"),

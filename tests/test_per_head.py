@@ -159,7 +159,8 @@ TOLD: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     ("q_proj 128x64 k_proj 32x64", {"head_dim": 16, "num_heads": 4}, dict(q_proj=16, k_proj=16)),
     ("wq_b 64x24 wk 16x64", {"head_dim": 16, "n_heads": 4}, {"wq_b": 16}),
     (
-        *("in_proj_qkv 160x64", {"config": {**LINEAR, "linear_value_head_dim": 24}}),
+        "in_proj_qkv 160x64",
+        {"config": {**LINEAR, "linear_value_head_dim": 24}},
         {"in_proj_qkv": OF_LINEAR},
     ),
     (CONV1D, {"num_heads": 4}, dict.fromkeys(NAMES, "dim ([head] 16)")),
@@ -190,7 +191,8 @@ UNTOLD: list[tuple[Any, dict[str, Any], list[str]]] = [
     ("wq 192x96 wk 96x192 wv 96x192", {"num_heads": 6}, ["wk", "wv"]),
     # The width of the model over the heads is no size of theirs.
     (
-        *("w_qs 96x48 w_ks 48x48 w_vs 72x48", {"num_attention_heads": 6, "hidden_size": 48}),
+        "w_qs 96x48 w_ks 48x48 w_vs 72x48",
+        {"num_attention_heads": 6, "hidden_size": 48},
         ["w_ks", "w_vs"],
     ),
     # One head of keys and values, which the module does not tell.
@@ -200,7 +202,8 @@ UNTOLD: list[tuple[Any, dict[str, Any], list[str]]] = [
     ("to_qk 128x64 to_v 64x64", {"heads": 4}, ["to_qk", "to_v"]),
     ("q 64x64 kv 128x64", {"num_heads": 4}, ["kv"]),
     (
-        *("query_projection 64x64 key_projection 64x64", {"h": 4}),
+        "query_projection 64x64 key_projection 64x64",
+        {"h": 4},
         ["query_projection", "key_projection"],
     ),
 ]

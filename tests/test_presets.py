@@ -383,15 +383,18 @@ WITH_ADAMW = {
     "keller_jordan": (lambda m, v: kellers(m, v, FAST, ADAM), FAST, (0.01, (0.8, 0.99), 1e-6, 0.2)),
     "moonlight": (
         lambda m, v: presets.moonlight(0.02, 0.3, m, 0.9, adamw_params=v, **AS_ADAMW),
-        *(dict(lr=0.02, wd=0.3, momentum=0.9), (0.02, (0.8, 0.99), 1e-6, 0.3)),
+        dict(lr=0.02, wd=0.3, momentum=0.9),
+        (0.02, (0.8, 0.99), 1e-6, 0.3),
     ),
     "moonlight, an eps that weighs": (  # torch's AdamW, which adds it behind the bias correction
         lambda m, v: presets.moonlight(0.02, 0.1, m, adamw_params=v, adamw_eps=0.1),
-        *(dict(lr=0.02), (0.02, (0.9, 0.95), 0.1, 0.1)),
+        dict(lr=0.02),
+        (0.02, (0.9, 0.95), 0.1, 0.1),
     ),
     "motif": (
         lambda m, v: presets.motif(motifs_groups(m, v), **FAST, **AS_ADAMW),
-        *(FAST, (0.1, (0.8, 0.99), 1e-6, 0.3)),
+        FAST,
+        (0.1, (0.8, 0.99), 1e-6, 0.3),
     ),
     "dion": (
         lambda m, v: presets.dion(
@@ -400,7 +403,8 @@ WITH_ADAMW = {
                 {"params": v, "algorithm": "adamw", "lr": 0.003, "beta1": 0.8, "weight_decay": 0.2},
             ]
         ),
-        *(dict(mu=0.8, adjust_lr="rms_norm"), (0.003, (0.8, 0.95), 1e-8, 0.2)),
+        dict(mu=0.8, adjust_lr="rms_norm"),
+        (0.003, (0.8, 0.95), 1e-8, 0.2),
     ),
 }
 
@@ -544,7 +548,9 @@ REFUSED = [
     ("emerging_optimizers", [{}], dict(num_ns_steps=6), "num_ns_steps=6.*'quintic'"),
     (
         "emerging_optimizers",
-        *([{}], dict(coefficient_type="cubic5", num_ns_steps=6), "num_ns_steps=6.*'cubic5'"),
+        [{}],
+        dict(coefficient_type="cubic5", num_ns_steps=6),
+        "num_ns_steps=6.*'cubic5'",
     ),
     ("emerging_optimizers", [{}], dict(scale_mode="none"), "scale_mode.*'none'"),
     ("emerging_optimizers", [{}], dict(extra_scale_factor=0.0), "extra_scale_factor.*0.0"),

@@ -147,11 +147,13 @@ def test_each_part_takes_the_steps_of_a_matrix_of_its_own(name, options):
     "shape, options, matrices",
     [
         (
-            *((3, 8, 14), {"split": "dim (n (gate=1 + up=1))", "expert_keys": ["experts"]}),
+            (3, 8, 14),
+            {"split": "dim (n (gate=1 + up=1))", "expert_keys": ["experts"]},
             lambda experts: [expert[:, i::2] for expert in experts for i in (0, 1)],
         ),
         (
-            *((12, 5, 3, 3), {"split": "([group=3] out) in", "flatten": True}),
+            (12, 5, 3, 3),
+            {"split": "([group=3] out) in", "flatten": True},
             lambda kernel: kernel.flatten(1).split(4),
         ),
     ],
