@@ -83,6 +83,13 @@ def of_kinds(dtype: torch.dtype) -> Iterator[Case]:
             yield inputs_of(kind, dtype), options
 
 
+def of_growing_keys(dtype: torch.dtype) -> Iterator[Case]:
+    """Every pair above the diagonal has a larger logit than those that count."""
+    for T in (2, 16, 37):
+        powers = (1.2 ** torch.arange(T)).view(1, 1, T, 1).expand(2, 2, T, 8)
+        yield {"q": (1 / powers).to(dtype), "k": powers.to(dtype)}, {}
+
+
 def of_lengths(dtype: torch.dtype) -> Iterator[Case]:
     """Of queries and keys, which are aligned at their start."""
     for Tq, Tk in LENGTHS:
@@ -149,6 +156,7 @@ def of_nan(dtype: torch.dtype) -> Iterator[Case]:
 
 CASES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "kinds": of_kinds,
+    "growing keys": of_growing_keys,
     "lengths": of_lengths,
     "strides": of_strides,
     "widths": of_widths,
