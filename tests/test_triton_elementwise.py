@@ -412,7 +412,9 @@ def refuse_capture(averages: bool) -> None:
         assert not optim.state and torch.equal(whole(model.weight), before)
 
 
-@pytest.mark.parametrize("averages, named", [(False, "weight"), (True, 'grad_reduce="mean"')])
+@pytest.mark.parametrize(
+    "averages, named", [(False, "capturable=False"), (True, 'grad_reduce="mean"')]
+)
 def test_a_step_with_traffic_is_not_capturable(averages, named):
     for outcome in rank_outcomes(refuse_capture, 2, averages):
         assert outcome.error == "ValueError"
