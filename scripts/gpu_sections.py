@@ -136,7 +136,6 @@ KERNEL_TESTS = " ".join(
 )
 # Each kernel, with every way to load tiles.
 SANITIZED = "float64s or tiles or factors_of or beta_is_zero or any_shape or kind_of or round_w"
-AT_HAND = "not compile_without_spills"  # which is of other chips
 PARALLEL = f"-n {min(8, os.cpu_count() or 1)} --dist worksteal"
 LLAMA_SHARE = "benchmarks/step.py --model llama-3-8b --share 8 --rounds 5"
 FAKE_STEP = "--layers 1 --dim 32 --ffn 64 --rounds 1 --ceiling 32"
@@ -162,10 +161,10 @@ SECTIONS = [
         150,
         [
             Command(
-                f'-m pytest -q {KERNEL_TESTS} -m "not slow" -k "{AT_HAND}" {PARALLEL}',
+                f'-m pytest -q {KERNEL_TESTS} -m "not slow" {PARALLEL}',
                 full='-m "slow or not slow"',  # the last one holds
                 fake=f'-m pytest -q {KERNEL_TESTS} -m "not slow" '
-                f'-k "{AT_HAND} and not ({NOT_IMITATED})" '
+                f'-k "not ({NOT_IMITATED})" '
                 f"-p tests.kernels_on_fake_device {PARALLEL}",
             )
         ],
@@ -327,14 +326,10 @@ SECTIONS = [
                 '-m "not slow"',
                 full='-m "slow or not slow"',
                 fake="-m pytest -q tests/test_layouts.py tests/test_faults.py "
-                '-k "test_one_device or test_after_a_fault"',
+                '-k "swapped or changing_parameters"',
                 environment=OVER_NCCL,
             ),
-            Command(
-                "-m pytest -q tests/test_replicas.py "
-                '-k "replicated_matrices or a_model or adamws_parameters"',
-                environment=OVER_NCCL,
-            ),
+            Command("-m pytest -q tests/test_replicas.py", environment=OVER_NCCL),
         ],
         fewer_than_two_devices,
     ),

@@ -242,7 +242,9 @@ def test_fp32_gradients_of_bf16_weights_that_take_any_dtype_are_averaged_in_fp32
 def without_a_gradient(layout: str, use_muon: bool, missing: str, absent: tuple[int, ...]) -> str:
     """What a step raises on a rank where one of two parameters has no gradient on some ranks."""
     mesh = init_device_mesh(DEVICE, (2, 2))
-    params = [nn.Parameter(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))] * 1
+    params = [
+        nn.Parameter(torch.randn(64, 32, generator=torch.Generator(DEVICE).manual_seed(0)))
+    ] * 1
     params.append(nn.Parameter(params[0].detach().clone()))
     placements = {
         "HSDP": [Replicate(), Shard(0)],
