@@ -616,12 +616,15 @@ def test_a_custom_function_gets_what_it_takes(is_muon):
     assert_aligned(groups, model)
 
 
-def test_a_custom_function_gets_names_without_wrapper_parts():
-    seen = []
+@pytest.mark.filterwarnings("ignore:no parameter of this model is Muon's")
+def test_a_custom_function_gets_names_without_wrapper_parts_unless_two_would_be_one():
+    seen: list[str] = []
     model = compiled(nn.DataParallel(checkpoint_wrapper(Llama())))
-    with pytest.warns(UserWarning, match="no parameter of this model is Muon's"):
-        get_default_muon_param_groups(model, lambda name, p: bool(seen.append(name)))
+    get_default_muon_param_groups(model, lambda name, p: bool(seen.append(name)))
     assert seen == [name for name, _ in Llama().named_parameters() if name != "tok.weight"]
+    seen.clear()
+    get_default_muon_param_groups(Mixer(), lambda name, p: bool(seen.append(name)))
+    assert seen == ["weight", "experts", "module.weight"]
 
 
 def test_a_partial_of_the_default_keeps_its_expert_keys():

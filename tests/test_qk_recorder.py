@@ -502,6 +502,8 @@ def test_attention_that_is_not_seen_is_an_error_of_take(attend, match):
     recorder = Recorder(model)
     model.attentions[1].attend = attend
     model(tokens())
+    model.attentions[1].attend = causal
+    model(tokens())  # which is seen, and makes nothing better
     with pytest.raises(ValueError, match=match):
         recorder.take()
     assert_recorded_nothing(recorder)

@@ -1,113 +1,88 @@
-"""Architectures of several libraries, small, with random weights, and what trains their parameters.
+"""Models of several libraries, small, with random weights, from architectures.json.
 
 Each class was decided by hand, from what the layer does: embeddings, tables of positions, output
-heads, biases, scales and convolutions are AdamW's; the linear maps between them are Muon's.
+heads, biases, scales and convolutions are AdamW's; the linear maps between them are Muon's. A row's
+keys (all optional but ``batch``):
+
+- ``class``, `module:name` (by default the row's first word, of transformers), ``args`` and
+  ``config``, which is the model's configuration in transformers and keyword arguments elsewhere;
+  ``like`` takes values of ``sizes``; ``narrow`` divides all widths; ``adapter`` is PEFT's.
+- ``batch``: keyword arguments of ``forward``; a list calls a function of torch, and a string is
+  the argument of that name again.
+- ``muon``, ``adamw``, and ``convolutions`` (Muon's by ``convolutions=True``): keys of parameters
+  of two or more dimensions, compared as `key_of` does. Others are AdamW's.
+- ``split`` and ``per_head``: how `Muon.for_model` splits matrices, by key.
+- ``warnings`` and ``notes``: kinds of `describe`'s traps; ``unsure``: names of the contested ones.
+- ``warns``: a word of each warning that `Muon.for_model` gives.
+- ``findings``: what an audit finds in such a small model, rightly, by `audits.KNOWN`.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import pkgutil
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from torch import nn
-from transformers import set_seed
 
-Batch = dict[str, Any]  # keyword arguments of ``forward``
-VOCABULARY = 1000
-KINDS = ("muon", "adamw", "convolutions")
+TABLE = json.loads(Path(__file__).with_name("architectures.json").read_text())
+ROWS: dict[str, dict[str, Any]] = TABLE["architectures"]
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A model, a batch, and the class of each parameter of two or more dimensions.
-
-    A parameter's class is that of the longest key which ends its name, ``.weight`` left out. Keys
-    may leave out indices: ``mlp.fc1`` ends ``blocks.0.mlp.fc1.weight``. Parameters of fewer
-    dimensions are AdamW's.
-
-    Args:
-        build: makes the model.
-        batch: makes a batch.
-        muon: keys of what is Muon's.
-        adamw: keys of what is AdamW's.
-        convolutions: keys of what is Muon's by ``convolutions=True``. `describe` advises that where
-            they are a tenth of the model or more, or most of its layers; of other models the table
-            has none.
-        unsure: names of the contested ones, which `describe` has to say, without ``.weight``.
-        warning: how the warning begins that `Muon.for_model` gives, of what it can't tell.
-        why: the reason where a class is not plain.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[], Batch]
-    muon: str = ""
-    adamw: str = ""
-    convolutions: str = ""
-    unsure: str = ""
-    warning: str = ""
-    why: str = ""
-
-    def algorithm_of(self, name: str) -> str:
-        """Under which of `KINDS` a parameter's key stands."""
-        return next(kind for kind in KINDS if self.key_of(name) in self.keys(kind))
-
-    def key_of(self, name: str) -> str:
-        """The longest key that ends a parameter's name."""
-        keys = [key for kind in KINDS for key in self.keys(kind) if is_ended_by(name, key)]
-        assert keys, f"the table has no key for {name}"
-        return max(keys, key=lambda key: key.count("."))
-
-    def keys(self, kind: str) -> list[str]:
-        return getattr(self, kind).split()
+def build(name: str) -> nn.Module:
+    row = ROWS[name]
+    cls = pkgutil.resolve_name(row.get("class", f"transformers:{name.split()[0]}"))
+    config = filled(row.get("config", {}))
+    if hasattr(cls, "config_class"):
+        model = cls(cls.config_class(**config))
+    else:
+        model = cls(*row.get("args", ()), **config)
+    if "narrow" in row:
+        narrow(model, row["narrow"])
+    if "adapter" in row:
+        config = dict(row["adapter"])
+        model = peft.get_peft_model(model, pkgutil.resolve_name(config.pop("class"))(**config))
+    return model
 
 
-def is_ended_by(name: str, key: str) -> bool:
-    """Whether a key ends a parameter's name, whose indices it may leave out."""
-    components = name.removesuffix(".weight").split(".")
-    named = [component for component in components if not component.isdigit()]
-    count = key.count(".") + 1
-    return key in (".".join(components[-count:]), ".".join(named[-count:]))
+def filled(config: Any) -> Any:
+    """A configuration, or part of one, with the values of the ``sizes`` that it is like."""
+    if not isinstance(config, dict):
+        return config
+    shared = filled(TABLE["sizes"][config["like"]]) if "like" in config else {}
+    return {**shared, **{key: filled(value) for key, value in config.items() if key != "like"}}
 
 
-def tokens(vocabulary: int = VOCABULARY, length: int = 12, texts: int = 2) -> torch.Tensor:
-    """Ids of texts, none of them of a special token."""
-    return torch.randint(3, vocabulary - 10, (texts, length))
+def batch_of(row: dict[str, Any]) -> dict[str, Any]:
+    batch: dict[str, Any] = {}
+    given = row.get("batch", "text")
+    for key, value in (TABLE["batches"][given] if isinstance(given, str) else given).items():
+        if isinstance(value, list):
+            function, *arguments = value
+            batch[key] = getattr(torch, function)(*arguments)
+        else:
+            batch[key] = batch[value] if isinstance(value, str) else value
+    return batch
 
 
-def text() -> Batch:
-    input_ids = tokens()
-    return {"input_ids": input_ids, "labels": input_ids}
+def key_of(name: str, keys: Iterable[str]) -> str | None:
+    """The longest key that ends a parameter's name without ``.weight``; it may leave out indices:
+    ``mlp.fc1`` ends ``blocks.0.mlp.fc1.weight``."""
+
+    def ends(key: str) -> bool:
+        components = name.removesuffix(".weight").split(".")
+        named = [component for component in components if not component.isdigit()]
+        count = key.count(".") + 1
+        return key in (".".join(components[-count:]), ".".join(named[-count:]))
+
+    return max(filter(ends, keys), key=lambda key: key.count("."), default=None)
 
 
-def train(
-    model: nn.Module,
-    batch: Batch,
-    optim: torch.optim.Optimizer,
-    steps: int,
-    loss_of: Callable[[Any], torch.Tensor] = lambda outputs: outputs.loss,
-) -> list[float]:
-    """Losses of steps with one batch, none of which warns."""
-    losses = []
-    for _ in range(steps):
-        set_seed(1)  # the same dropout, masks, noise and targets in each step
-        loss = loss_of(model(**batch))
-        loss.backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def images(size: int = 32, channels: int = 3, count: int = 2) -> torch.Tensor:
-    return torch.randn(count, channels, size, size)
-
-
-def narrow(model: nn.Module, by: int) -> nn.Module:
+def narrow(model: nn.Module, by: int) -> None:
     """Divides all widths, of a model whose class fixes them, before its weights are used."""
 
     def width(channels: int) -> int:
@@ -122,9 +97,7 @@ def narrow(model: nn.Module, by: int) -> nn.Module:
                 geometry = child.stride, child.padding, child.dilation, width(child.groups)
                 setattr(module, name, type(child)(*shape, *geometry, child.bias is not None))
             elif isinstance(child, nn.Linear):
-                setattr(
-                    module, name, nn.Linear(width(child.in_features), width(child.out_features))
-                )
+                sizes = width(child.in_features), width(child.out_features)
+                setattr(module, name, nn.Linear(*sizes))
             elif isinstance(child, nn.BatchNorm2d):
                 setattr(module, name, nn.BatchNorm2d(width(child.num_features)))
-    return model

@@ -17,7 +17,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from architectures import is_ended_by
+from architectures import key_of
 
 TABLE = json.loads(Path(__file__).with_name("causal_families.json").read_text())
 FAMILIES: dict[str, dict[str, Any]] = TABLE["families"]
@@ -71,9 +71,8 @@ def _merged(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def value_of(name: str, by_key: dict[str, Any]) -> Any:
-    """What stands under the longest key that ends a parameter's name, or None."""
-    keys = [key for key in by_key if is_ended_by(name, key)]
-    return by_key[max(keys, key=lambda key: key.count("."))] if keys else None
+    """What stands under the key of a parameter, or None."""
+    return by_key.get(key_of(name, by_key))
 
 
 def muons(name: str, model: Any) -> set[str]:
@@ -104,15 +103,11 @@ def muons(name: str, model: Any) -> set[str]:
     return found
 
 
-def cells(model: nn.Module, optimizer: Any) -> str:
+def cells(whole: dict | None, by_head: dict | None, warnings: list[str]) -> str:
     """What a row of the page says of a model: what is found, by heads also, and warnings."""
-    whole, by_head = (
-        optimizer.Muon.for_model(model, lr=1e-3, per_head=per_head).defaults["split"] or {}
-        for per_head in (False, True)
-    )
+    whole, by_head = whole or {}, by_head or {}
     heads = {pattern: how for pattern, how in by_head.items() if whole.get(pattern) != how}
-    said = dict.fromkeys(trap.kind for trap in optimizer.describe(model).warnings)
-    return f"{_listed(whole)} | {_listed(heads)} | {', '.join(said)} |"
+    return f"{_listed(whole)} | {_listed(heads)} | {', '.join(dict.fromkeys(warnings))} |"
 
 
 def _listed(split: dict[str, Any]) -> str:
@@ -129,7 +124,13 @@ def page(optimizer: Any) -> str:
     names: dict[str, list[str]] = {}
     for name in FAMILIES:
         with torch.device("meta"):
-            names.setdefault(cells(build(name), optimizer), []).append(f"`{name}`")
+            model = build(name)
+        splits = [
+            optimizer.Muon.for_model(model, lr=1e-3, per_head=per_head).defaults["split"]
+            for per_head in (False, True)
+        ]
+        row = cells(*splits, [trap.kind for trap in optimizer.describe(model).warnings])
+        names.setdefault(row, []).append(f"`{name}`")
     release = TABLE["transformers"]
     head = f"""# Causal language models and mixtures of experts in transformers {release}
 

@@ -10,10 +10,10 @@ from accelerate import Accelerator, skip_first_batches
 from torch import Tensor, nn
 
 import accelerate_fsdp2
+import plain
 import ranked
 from kernel import optimizer
-from plain import FP32, Trained, assert_same, batch_of, linear, whole_weights_of
-from plain import train as train_plainly
+from plain import FP32, Trained, assert_same, attach_recorder, batch_of, linear, whole_weights_of
 
 STEPS = 12
 # What is told by name, after the parameters were swapped.
@@ -22,15 +22,6 @@ BY_NAME = {
     "split": {"gate_proj": 80, "layers.1.self_attn.q_proj": 16},
 }
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def attach_recorder(model: nn.Module, optim: Any) -> None:
-    optim.qk_recorder = optimizer.QKLogitRecorder(model)
-
-
-def ranks_train_example() -> Trained:
-    losses, model = accelerate_fsdp2.train(STEPS, **FP32)
-    return Trained(losses, whole_weights_of(model))
 
 
 def advance(accelerator: Accelerator, prepared: tuple[Any, ...], batches: Any) -> list[float]:
@@ -129,15 +120,10 @@ def ranks_train_experts() -> Trained:
     return Trained(step_with_experts(model, optim), whole_weights_of(model))
 
 
-def test_the_example_equals_a_plain_loop(tmp_path):
-    found = ranked.run(ranks_train_example, tmp_path)
-    assert_same(found, train_plainly(STEPS, 16, schedule=linear(STEPS), **FP32), rounding=1e-5)
-
-
 def test_accumulation_with_options_by_name_and_qk_clip_equals_a_plain_loop(tmp_path):
     found = ranked.run(ranks_accumulate, tmp_path)
     options: dict[str, Any] = {**FP32, **BY_NAME, "prepare": attach_recorder, "accumulate": 2}
-    expected = train_plainly(STEPS, 16, schedule=linear(2 * STEPS), **options)
+    expected = plain.train(STEPS, 16, schedule=linear(2 * STEPS), **options)
     assert_same(found, expected, rounding=1e-5)
 
 

@@ -14,9 +14,8 @@ from torch.distributed.fsdp import fully_shard
 import lightning_module
 import plain
 import ranked
-from kernel import optimizer
 from lightning_module import Module, batches
-from plain import FP32, Trained, assert_same, linear, weights_of, whole_weights_of
+from plain import FP32, Trained, assert_same, attach_recorder, linear, weights_of, whole_weights_of
 
 STEPS = 12
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,22 +36,22 @@ def expected(**arguments: Any) -> Trained:
     return plain.train(STEPS, 16, schedule=linear(STEPS), clip_by_groups=True, **arguments)
 
 
-def test_the_example_equals_a_plain_loop():
-    found = train(Module(STEPS), make_trainer())
-    assert_same(found, expected())
+# A scale is a power of two, and gradients of the forward in fp16 stay far from its ends.
+SCALED = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
 
 
-def test_bf16_with_clipping_equals_autocast_in_a_plain_loop():
-    found = train(Module(STEPS), make_trainer(precision="bf16-mixed"))
-    assert_same(found, expected(autocast=True))
-
-
-def test_a_scaler_with_clipping_changes_nothing():
-    """Its scale is a power of two, and gradients of the forward in fp16 stay far from its ends."""
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    found = train(Module(STEPS), make_trainer(plugins=plugin))
-    twin = expected()
-    assert_same(found, twin, rounding=0.1)
+@pytest.mark.parametrize(
+    "arguments, plainly, rounding",
+    [
+        ({}, {}, 0.0),
+        ({"precision": "bf16-mixed"}, {"autocast": True}, 0.0),
+        ({"plugins": SCALED}, {}, 0.1),
+    ],
+    ids=["the example", "bf16", "fp16 with a scaler"],
+)
+def test_training_with_clipping_equals_a_plain_loop(arguments, plainly, rounding):
+    found = train(Module(STEPS), make_trainer(**arguments))
+    assert_same(found, expected(**plainly), rounding)
 
 
 def test_accumulated_gradients_equal_a_plain_loop():
@@ -81,9 +80,6 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path):
 def test_qk_clip_by_a_recorder_equals_a_plain_loop():
     clip = {"clip_config": {"head_dim": 16, "threshold": 0.05}}
 
-    def attach_recorder(model: Any, optim: Any) -> None:
-        optim.qk_recorder = optimizer.QKLogitRecorder(model)
-
     class WithRecorder(Module):
         def configure_optimizers(self) -> Any:
             configured = super().configure_optimizers()
@@ -91,9 +87,7 @@ def test_qk_clip_by_a_recorder_equals_a_plain_loop():
             return configured
 
     module, trainer = WithRecorder(STEPS, **clip), make_trainer()
-    found = train(module, trainer)
-    twin = expected(prepare=attach_recorder, **clip)
-    assert_same(found, twin)
+    assert_same(train(module, trainer), expected(prepare=attach_recorder, **clip))
     assert trainer.optimizers[0].qk_clip_stats()["total_clipped"] > 0
 
 
