@@ -326,7 +326,7 @@ SECTIONS = [
                 '-m "not slow"',
                 full='-m "slow or not slow"',
                 fake="-m pytest -q tests/test_layouts.py tests/test_faults.py "
-                '-k "swapped or changing_parameters"',
+                '-k "default_formats or other_hyperparameters" -m "not slow"',
                 environment=OVER_NCCL,
             ),
             Command("-m pytest -q tests/test_replicas.py", environment=OVER_NCCL),

@@ -47,7 +47,7 @@ from rank_pool import RankPool
 from ranks import DEVICE, run_ranks
 
 HEADS = {"head_dim": 8, "threshold": 1.0}
-LOGITS = torch.tensor([3.0, 0.5])  # one is clipped
+LOGITS = torch.tensor([3.0, 0.5], device="cpu")  # one is clipped
 TINY = 16384  # bytes of slots that hold a few rows
 
 
@@ -123,7 +123,7 @@ FEATURES = {
         {"use_distributed_muon": True, "cautious": True}, without=("DDP", "ZeRO-2")
     ),
     "live hyperparameters": Feature(schedule=anneal),
-    "a tensor as rate": Feature({"lr": torch.tensor(0.02), "maximize": True}),
+    "a tensor as rate": Feature({"lr": torch.tensor(0.02, device="cpu"), "maximize": True}),
     "short momentum": Feature({"momentum_dtype": torch.bfloat16}),
     "other polynomials": Feature({"ns_coefficients": "quintic", "ns_steps": 3, "adjust_lr": 0.3}),
     "Gram": Feature({"ns_options": {"algorithm": "gram", "equilibrate": True}}),
