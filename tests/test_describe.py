@@ -218,9 +218,10 @@ def all_kinds(description: Any) -> list[str]:
 class AdaLayerNormZero(nn.Module):
     """As diffusers calls it."""
 
-    def __init__(self):
+    def __init__(self, dim: int = 16, chunks: int = 6):
         super().__init__()
-        self.linear = nn.Linear(16, 96)
+        self.linear = nn.Linear(16, chunks * dim)
+        self.norm = nn.LayerNorm(dim, elementwise_affine=False)
 
 
 def latent(rotary: int) -> dict[str, Any]:
@@ -287,6 +288,7 @@ FUSED_MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "latent": ({"layers": [latent(2), latent(0)], "config": LATENT}, LATENT_LAYERS),
     "columns": (gpt2(), {"c_attn": "dim (q=16 + k=16 + v=16)"}),
     "diffusers": ({"layers": [AdaLayerNormZero()] * 2}, {"linear": 16}),
+    "diffusers, of a narrow time": ({"layers": [AdaLayerNormZero(32, 2)] * 2}, {"linear": 32}),
     "LSTM": ({"rnn": nn.LSTM(12, 8, 2, bidirectional=True), "proj": (16, 16)}, {"rnn": 8}),
     "GRU": ({"rnn": nn.GRU(12, 8, 2, bidirectional=True), "proj": (16, 16)}, {"rnn": 8}),
     "LSTM alone": (nn.LSTM(12, 8, num_layers=2), {"weight_*": 8}),

@@ -235,8 +235,10 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
         if is_listed:
             return fused
     if weight.startswith("adaLN_mod") or (weight == "linear" and "AdaLayerNorm" in above):
-        count, rest = divmod(shape[0], shape[-1])
-        return Fused("modulations", shape[-1]) if count > 1 and not rest else None
+        norm = read(info.above[0], "norm") if info.above else None
+        (width,) = (read(norm, "normalized_shape") or shape)[-1:]  # of what they modulate
+        count, rest = divmod(shape[0], width)
+        return Fused("modulations", width) if count > 1 and not rest else None
     if weight in _GATED | _GATED_BY_CONFIG:
         return _gated(shape, info, size_of, weight)
     is_both = weight == "to_kv" or (weight == "kv_proj" and "JetMoe" in above)
