@@ -12,6 +12,7 @@ the first run.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -91,6 +92,27 @@ def run_ranks(
     """
     outcomes = _run((fn, args, kwargs), world_size, timeout, pg_timeout, stop_on_failure=True)
     return values_of(outcomes, world_size)
+
+
+def on_ranks(ranks: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A decorator of a test, whose body so many gloo ranks run, all with the test's arguments.
+
+    Args:
+        ranks: how many.
+        options: ``timeout`` and ``pg_timeout``, see `run_ranks`.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            if torch.distributed.is_initialized():  # on a rank, which was sent the test by its name
+                body(*args, **kwargs)
+            else:
+                run_ranks(test, ranks, *args, **options, **kwargs)
+
+        return test
+
+    return decorate
 
 
 def values_of(outcomes: Mapping[int, Outcome], world_size: int) -> list[Any]:

@@ -21,8 +21,7 @@ from torch.distributed.tensor import Shard
 
 from kernel import optimizer
 from layouts import params_of, part, set_gradients
-from on_ranks import on_ranks
-from ranks import rank_outcomes, run_ranks
+from ranks import on_ranks, rank_outcomes, run_ranks
 
 agreement, connections = optimizer.distributed.agreement, optimizer.distributed.connections
 Agreement, StepNotes = agreement.Agreement, agreement.StepNotes

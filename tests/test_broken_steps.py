@@ -38,8 +38,7 @@ from checkpointed import Run, load_checkpoint, save_checkpoint
 from comparisons import assert_equal
 from kernel import optimizer
 from layouts import EXACT, case, local, params_of, part, set_gradients
-from on_ranks import on_ranks
-from ranks import Outcome, rank_outcomes, run_ranks
+from ranks import Outcome, on_ranks, rank_outcomes, run_ranks
 
 Muon = optimizer.Muon
 Host = optimizer.SimulatedHost

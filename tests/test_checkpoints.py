@@ -34,8 +34,7 @@ from torch.utils._pytree import tree_map_only
 from checkpointed import CLIP, LAYOUTS, SAVED_AT, Network, Run, load_checkpoint, save_checkpoint
 from kernel import optimizer
 from layouts import assert_same, case, whole
-from on_ranks import on_ranks
-from ranks import rank_outcomes, run_ranks
+from ranks import on_ranks, rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -19,8 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from breaking import refused
 from kernel import optimizer
 from layouts import EXACT, FP32, Group, Twins, Weight, build, case, local, params_of, part, part_for
-from on_ranks import on_ranks
-from ranks import DEVICE, run_ranks
+from ranks import DEVICE, on_ranks, run_ranks
 
 ADAMW = Group([Weight((12, 8), (4,), (0,))], {"use_muon": False})
 

@@ -29,8 +29,7 @@ from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
 from layouts import case as named
 from layouts import part, part_for, whole
-from on_ranks import on_ranks
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 Muon, MuonAdamW, presets = optimizer.Muon, optimizer.MuonAdamW, optimizer.presets
 

@@ -20,8 +20,7 @@ from breaking import contents, refused
 from comparisons import assert_equal
 from kernel import optimizer
 from layouts import EXACT, Group, Twins, Weight, local, params_of, part, part_for
-from on_ranks import on_ranks
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -44,7 +44,7 @@ from layouts import (
 )
 from model_layouts import LAYOUTS, Layout, Network, fsdp2, mesh_of
 from rank_pool import RankPool
-from ranks import DEVICE, run_ranks
+from ranks import DEVICE, on_ranks, run_ranks
 
 HEADS = {"head_dim": 8, "threshold": 1.0}
 LOGITS = torch.tensor([3.0, 0.5], device="cpu")  # one is clipped
@@ -451,7 +451,8 @@ def test_parameters_that_are_swapped_after_construction(pools, layout):
     pools(4, placed_afterwards, f"4 ranks, {layout}")
 
 
-def wrapped() -> None:
+@on_ranks(2)
+def test_wrapped_layers_are_known_by_their_own_names() -> None:
     model = Network()
     twin = copy.deepcopy(model)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
@@ -472,11 +473,8 @@ def wrapped() -> None:
     twins.compare()
 
 
-def test_wrapped_layers_are_known_by_their_own_names():
-    run_ranks(wrapped, 2)
-
-
-def a_shard_without_columns() -> None:
+@on_ranks(4)
+def test_fsdp2_over_a_tensor_parallel_shard_without_columns() -> None:
     torch.manual_seed(0)
     mesh = mesh_of(dp=2, tp=2)
     model = nn.Sequential(nn.Linear(1, 6, bias=False), nn.Linear(6, 4, bias=False))
@@ -502,7 +500,3 @@ def a_shard_without_columns() -> None:
             expected = local(part_for(p, q.detach()))
             assert torch.equal(local(p).view(expected.shape), expected)
             assert local(ours.state[p]["momentum_buffer"]).shape == local(p).shape
-
-
-def test_fsdp2_over_a_tensor_parallel_shard_without_columns():
-    run_ranks(a_shard_without_columns, 4)

@@ -27,7 +27,7 @@ from counters import count
 from kernel import optimizer
 from layouts import EXACT, Group, Twins, Weight, case, whole
 from models import Attention
-from ranks import rank_outcomes, run_ranks
+from ranks import on_ranks, rank_outcomes, run_ranks
 
 THRESHOLD = 6.0
 HEADS = 4
@@ -145,7 +145,8 @@ def assert_clipped(params: Sequence[DTensor]) -> None:
         torch.testing.assert_close(p.full_tensor(), rows[:, None].expand(p.shape))
 
 
-def step_by_dtensors() -> None:
+@on_ranks(4)
+def test_logits_that_are_dtensors() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_coordinate()
     low = torch.full((HEADS,), -5.0)
@@ -177,10 +178,6 @@ def step_by_dtensors() -> None:
         optim.step(qk_logits={0: shard})
 
 
-def test_logits_that_are_dtensors():
-    run_ranks(step_by_dtensors, 4)
-
-
 def collectives_of_many_layers() -> tuple[int, float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     named = []
@@ -209,7 +206,8 @@ def test_maxima_of_all_layers_travel_in_one_collective():
     assert run_ranks(collectives_of_many_layers, ranks) == [(1, per_rank)] * ranks
 
 
-def reduce_by_hand() -> None:
+@on_ranks(2)
+def test_reducing_by_hand() -> None:
     rank = dist.get_rank()
     logits = {"a": torch.tensor([1.0, rank]), 3: torch.tensor([-rank, torch.inf, 2.0])}
     logits["n"] = torch.tensor([torch.nan if rank == 1 else 5.0]).bfloat16()
@@ -231,11 +229,8 @@ def reduce_by_hand() -> None:
     assert again["a"].tolist() == [1.0, 1.0] and list(again) == list(other)
 
 
-def test_reducing_by_hand():
-    run_ranks(reduce_by_hand, 2)
-
-
-def step_beside_plain_ones() -> None:
+@on_ranks(2)
+def test_plain_parameters_that_nobody_knows_to_be_shared() -> None:
     """A layer with a plain bias beside sharded weights, in whatever order; plain layers."""
     mesh = init_device_mesh("cpu", (2,))
     params, _ = plain_pair(mesh)
@@ -266,20 +261,13 @@ def step_beside_plain_ones() -> None:
         optim.step(qk_logits={0: LOGITS})
 
 
-def test_plain_parameters_that_nobody_knows_to_be_shared():
-    run_ranks(step_beside_plain_ones, 2)
-
-
-def step_outside_of_a_mesh() -> None:
+@on_ranks(3)
+def test_a_rank_outside_of_the_mesh() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     params, optim = plain_pair(mesh)
     optim.step(qk_logits={0: LOGITS})
     if dist.get_rank() < 2:
         assert_clipped(params)
-
-
-def test_a_rank_outside_of_the_mesh():
-    run_ranks(step_outside_of_a_mesh, 3)
 
 
 # -- ranks that disagree -----------------------------------------------------------------------

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import (
 from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
 from layouts import case
-from on_ranks import on_ranks
+from ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,8 +20,7 @@ from breaking import refused
 from counters import calls_of
 from kernel import optimizer
 from layouts import EXACT, part, randn, set_gradients, whole
-from on_ranks import on_ranks
-from ranks import rank_outcomes, run_ranks
+from ranks import on_ranks, rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient:UserWarning")
 

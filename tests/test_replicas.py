@@ -35,7 +35,7 @@ from layouts import (
     set_gradients,
     whole,
 )
-from ranks import DEVICE, rank_outcomes, run_ranks
+from ranks import DEVICE, on_ranks, rank_outcomes, run_ranks
 
 KINDS = ("DDP", "ZeRO-2")
 on_both = pytest.mark.parametrize("kind", KINDS)
@@ -102,14 +102,6 @@ def test_replicas_hold_the_same_bits_in_the_default_formats(layout):
 # -- layouts beside replicas -----------------------------------------------------------------------
 
 
-def step_of_stages(kind: str) -> None:
-    """Each stage of a pipeline has replicas of its own."""
-    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("pp", "dp"))
-    for group in (mesh["dp"].get_group(), mesh["dp"]):  # both are taken
-        shapes = [(16, 24), (12 + 4 * mesh.get_local_rank("pp"), 8), (7,)]
-        step_beside_one_process(shapes, kind, group)
-
-
 def step_beside_one_process(
     shapes: list[tuple[int, ...]], kind: str, group: Any, dims: tuple[int | None, ...] = ()
 ) -> None:
@@ -141,19 +133,21 @@ def step_beside_one_process(
 
 
 @on_both
-def test_each_stage_of_a_pipeline_has_its_own_replicas(kind):
-    run_ranks(step_of_stages, 4, kind)
-
-
-def step_beside_dtensors(kind: str) -> None:
-    shapes = [(16, 24), (16, 24), (16, 24), (16, 12), (64,), (40, 32)]
-    step_beside_one_process(shapes, kind, dist.group.WORLD, (None, 0, -1, 1, 0, None))
-    step_beside_one_process(shapes, kind, dist.group.WORLD, (-1, None, None, 0, None, 0))
+@on_ranks(4)
+def test_each_stage_of_a_pipeline_has_its_own_replicas(kind: str) -> None:
+    """Each stage of a pipeline has replicas of its own."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("pp", "dp"))
+    for group in (mesh["dp"].get_group(), mesh["dp"]):  # both are taken
+        shapes = [(16, 24), (12 + 4 * mesh.get_local_rank("pp"), 8), (7,)]
+        step_beside_one_process(shapes, kind, group)
 
 
 @on_both
-def test_replicated_matrices_beside_sharded_ones(kind):
-    run_ranks(step_beside_dtensors, 2, kind)
+@on_ranks(2)
+def test_replicated_matrices_beside_sharded_ones(kind: str) -> None:
+    shapes = [(16, 24), (16, 24), (16, 24), (16, 12), (64,), (40, 32)]
+    step_beside_one_process(shapes, kind, dist.group.WORLD, (None, 0, -1, 1, 0, None))
+    step_beside_one_process(shapes, kind, dist.group.WORLD, (-1, None, None, 0, None, 0))
 
 
 # -- means of gradients ----------------------------------------------------------------------------
@@ -211,7 +205,9 @@ def test_means_of_gradients_of_any_shape_and_memory_are_exact(ranks, dtype):
     assert least < sum(sent for _, sent in found[0]) <= 2 * least
 
 
-def average_gradients_of_any_dtype() -> None:
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have one dtype")
+@on_ranks(2)
+def test_fp32_gradients_of_bf16_weights_that_take_any_dtype_are_averaged_in_fp32() -> None:
     params = [nn.Parameter(torch.zeros(64, 32, dtype=torch.bfloat16)) for _ in range(3)]
     groups = [{"params": params[:2], "use_muon": True, "momentum": 0.0, "missing_grad": "zero"}]
     groups.append({"params": params[2:], "use_muon": False, "weight_rounding": "exact"})
@@ -229,11 +225,6 @@ def average_gradients_of_any_dtype() -> None:
         average = state["momentum_buffer"] if "exp_avg" not in state else state["exp_avg"] / 0.1
         assert average.dtype == torch.float32
         torch.testing.assert_close(whole(average), param.mean)
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have one dtype")
-def test_fp32_gradients_of_bf16_weights_that_take_any_dtype_are_averaged_in_fp32():
-    run_ranks(average_gradients_of_any_dtype, 2)
 
 
 # -- what ranks lack -------------------------------------------------------------------------------
@@ -355,7 +346,8 @@ def test_gradients_of_another_dtype_on_another_rank_raise_on_all(kind):
 # -- process groups --------------------------------------------------------------------------------
 
 
-def wrong_groups() -> None:
+@on_ranks(2)
+def test_a_group_that_is_none_of_this_ranks_is_refused() -> None:
     groups = [{"params": [nn.Parameter(torch.zeros(4, 4))], "use_muon": True}]
     of_another = dist.new_group([1])
     wrong = [("grad_reduce", {"grad_reduce": "sum", "process_group": dist.group.WORLD})]
@@ -370,11 +362,9 @@ def wrong_groups() -> None:
         optimizer.Muon([{**groups[0], "process_group": None}])
 
 
-def test_a_group_that_is_none_of_this_ranks_is_refused():
-    run_ranks(wrong_groups, 2)
-
-
-def after_the_process_group(kind: str) -> None:
+@on_both
+@on_ranks(2)
+def test_a_destroyed_process_group_is_refused(kind: str) -> None:
     optim = muon_of((8, 4), kind=kind)
     (param,) = params_of(optim)
     param.grad = torch.ones(8, 4)
@@ -388,15 +378,12 @@ def after_the_process_group(kind: str) -> None:
     assert torch.equal(param, before)
 
 
-@on_both
-def test_a_destroyed_process_group_is_refused(kind):
-    run_ranks(after_the_process_group, 2, kind)
-
-
 # -- copies and files ------------------------------------------------------------------------------
 
 
-def copied_and_pickled(kind: str) -> None:
+@on_both
+@on_ranks(2)
+def test_copies_and_pickles_go_on_alike(kind: str) -> None:
     ours = muon_of((16, 24), (12, 8), (64,), kind=kind)
     set_gradients(params_of(ours), 0)
     ours.step()
@@ -415,11 +402,6 @@ def copied_and_pickled(kind: str) -> None:
             assert optim.state[p].keys() == ours.state[q].keys()
             for key, value in ours.state[q].items():
                 assert torch.equal(local(optim.state[p][key]), local(value)), key
-
-
-@on_both
-def test_copies_and_pickles_go_on_alike(kind):
-    run_ranks(copied_and_pickled, 2, kind)
 
 
 def load_of_one_rank(kind: str, folder: str) -> None:
@@ -455,7 +437,10 @@ def test_what_one_rank_saved_of_divided_state_is_refused_when_all_have_loaded_it
         assert "state of a" in outcome.message and "ranks 0 and 1" in outcome.message
 
 
-def load_of_rows_that_are_alike(kind: str) -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_both
+@on_ranks(2)
+def test_ranks_whose_rows_of_state_are_alike_by_themselves_step_on(kind: str) -> None:
     """Of a layer whose outputs are summed up, say."""
     optim = muon_of((6, 4), kind=kind)
     (weight,) = params_of(optim)
@@ -463,12 +448,6 @@ def load_of_rows_that_are_alike(kind: str) -> None:
         weight.grad = torch.arange(4.0).expand(6, 4).clone()
         optim.step()
         optim.load_state_dict(pickle.loads(pickle.dumps(optim.state_dict())))
-
-
-@pytest.mark.filterwarnings("ignore")
-@on_both
-def test_ranks_whose_rows_of_state_are_alike_by_themselves_step_on(kind):
-    run_ranks(load_of_rows_that_are_alike, 2, kind)
 
 
 class Wrapper:
@@ -485,7 +464,9 @@ class Wrapper:
         return getattr(self.optimizer, name)
 
 
-def reach_through_a_wrapper() -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_what_is_set_through_a_wrapper_that_derives_from_the_class_reaches_the_optimizer() -> None:
     optim = muon_of((6, 4))
     wrapper = Wrapper(optim)
     wrapper.process_group = dist.group.WORLD
@@ -501,11 +482,6 @@ def reach_through_a_wrapper() -> None:
     saved["param_groups"][0]["lr"] = 0.25
     wrapper.load_state_dict(saved)
     assert optim.param_groups[0]["lr"] == 0.25 and "param_groups" not in vars(wrapper)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_is_set_through_a_wrapper_that_derives_from_the_class_reaches_the_optimizer():
-    run_ranks(reach_through_a_wrapper, 2)
 
 
 # -- presets ---------------------------------------------------------------------------------------

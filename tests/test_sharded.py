@@ -18,8 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from breaking import refused
 from kernel import optimizer
 from layouts import part
-from on_ranks import on_ranks
-from ranks import DEVICE
+from ranks import DEVICE, on_ranks
 
 RANKS, NAME = 4, "layers.0.wq.weight"
 

@@ -34,8 +34,8 @@ from comparisons import assert_equal, assert_same_training, through_torch_save
 from counters import count
 from kernel import optimizer
 from layouts import local, params_of, set_gradients
-from on_ranks import on_ranks
 from one_device import SCHEDULERS, Model, build, groups_of, train, trainable
+from ranks import on_ranks
 
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from kernel import optimizer
 from layouts import EXACT, local, part_for
 from model_layouts import LAYOUTS, Network
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 
 class Run:
@@ -347,15 +347,12 @@ def test_exact_weights_have_the_models_own_keys_however_it_is_wrapped(wrap):
     check_keys(wrap)
 
 
-def check_keys_under_ddp() -> None:
+@on_ranks(2)
+def test_exact_weights_have_the_models_own_keys_under_ddp() -> None:
     ddp = nn.parallel.DistributedDataParallel
     for options in ({}, {"process_group": dist.group.WORLD, "grad_reduce": "mean"}):
         check_keys(ddp, **options)
         check_keys(lambda model: ddp(compiled(model)), **options)
-
-
-def test_exact_weights_have_the_models_own_keys_under_ddp():
-    run_ranks(check_keys_under_ddp, 2)
 
 
 def named_weights(*names: str | None) -> tuple[list[nn.Parameter], Any]:
