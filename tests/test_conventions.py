@@ -28,7 +28,7 @@ from comparisons import assert_equal, assert_same_training, through_torch_save
 from kernel import as_arguments, optimizer
 from layouts import EXACT, params_of, part, set_gradients, whole
 from one_device import SCHEDULERS, Model, build, train, trainable
-from ranks import run_ranks
+from ranks import on_ranks
 
 Muon = optimizer.Muon
 Host = optimizer.SimulatedHost
@@ -53,7 +53,8 @@ def test_a_shallow_copy_shares_parameters_state_and_groups():
     assert_same_training(model, optim, other, twin)
 
 
-def copies_of_dtensors() -> None:
+@on_ranks(2)
+def test_copies_and_pickles_of_an_optimizer_of_dtensors_go_on_alike() -> None:
     model, optim = sharded(beta2=0.9)
     for seed in range(2):
         step(model, optim, seed)
@@ -68,10 +69,6 @@ def copies_of_dtensors() -> None:
             assert_equal(p, q)
             assert_equal(optim.state[p], copied.state[q])
         assert copied.names == optim.names
-
-
-def test_copies_and_pickles_of_an_optimizer_of_dtensors_go_on_alike():
-    run_ranks(copies_of_dtensors, 2)
 
 
 # What ranks do below: parameters of FSDP2, gradients that are the same numbers on any layout
@@ -213,7 +210,8 @@ def test_capturable_groups_step_any_parameter_of_adamw_on_a_cpu(lr):
 # Groups that come later
 
 
-def add_group_on_ranks() -> None:
+@on_ranks(2)
+def test_a_group_added_on_one_rank_raises_on_all_until_all_have_it() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, optim = sharded()
     step(model, optim, 0)
@@ -235,10 +233,6 @@ def add_group_on_ranks() -> None:
     reference.step()
     assert torch.equal(whole(param), alone)
     assert optim.names[-1] == ["late"] and optim.param_groups[-1]["lr"] == 0.5
-
-
-def test_a_group_added_on_one_rank_raises_on_all_until_all_have_it():
-    run_ranks(add_group_on_ranks, 2)
 
 
 # Hooks and closures
@@ -374,7 +368,9 @@ def test_modes_of_torch_around_the_step_change_no_bit_of_it_nor_of_state(mode, o
     assert_same_training(model, optim, other, twin)
 
 
-def modes_on_ranks() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_modes_of_torch_around_the_step_change_no_bit_on_ranks() -> None:
     for mode in MODES.values():
         (model, optim), (other, twin) = (sharded(beta2=0.9) for _ in range(2))
         for seed in range(3):
@@ -383,11 +379,6 @@ def modes_on_ranks() -> None:
                 optim.step()
             step(other, twin, seed)
         assert_equal(list(model.parameters()), list(other.parameters()))
-
-
-@pytest.mark.slow
-def test_modes_of_torch_around_the_step_change_no_bit_on_ranks():
-    run_ranks(modes_on_ranks, 2)
 
 
 def test_optimizers_in_several_threads_step_as_they_do_alone():
@@ -453,7 +444,8 @@ def test_one_optimizer_for_each_parameter_can_step_within_the_backward(arrange):
     assert_equal(list(model.parameters()), list(other.parameters()))
 
 
-def gradients_left() -> None:
+@on_ranks(2)
+def test_gradients_of_matrices_alone_are_gone_behind_a_step_on_ranks_too() -> None:
     replicas = {"process_group": dist.group.WORLD}
     for settings in (None, replicas, {**replicas, "grad_reduce": "mean"}):
         for none_grad in (True, False):
@@ -467,10 +459,6 @@ def gradients_left() -> None:
             for group in optim.param_groups:
                 is_gone = none_grad and group["use_muon"]
                 assert all((p.grad is None) is is_gone for p in group["params"]), settings
-
-
-def test_gradients_of_matrices_alone_are_gone_behind_a_step_on_ranks_too():
-    run_ranks(gradients_left, 2)
 
 
 # torch.compile
@@ -551,10 +539,7 @@ def test_compiled_training_steps_are_the_eager_ones():
     compare_compiled(build, tokens)
 
 
-def compiled_on_ranks() -> None:
-    compare_compiled(lambda: sharded(beta2=0.9), inputs)
-
-
 @pytest.mark.slow
-def test_compiled_steps_under_fsdp2_are_the_eager_ones():
-    run_ranks(compiled_on_ranks, 2)
+@on_ranks(2)
+def test_compiled_steps_under_fsdp2_are_the_eager_ones() -> None:
+    compare_compiled(lambda: sharded(beta2=0.9), inputs)

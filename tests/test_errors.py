@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from comparisons import assert_equal
 from kernel import as_arguments, optimizer
 from layouts import params_of, set_gradients
-from ranks import rank_outcomes, run_ranks
+from ranks import on_ranks, rank_outcomes
 from wrong_input import (
     BAD_VALUES,
     INF,
@@ -726,17 +726,14 @@ def test_a_checkpoint_of_another_muon_that_does_not_load_names_what_loads_it():
 # Process groups
 
 
-def refuse_dtensors_without_a_process_group() -> None:
+@on_ranks(1)
+def test_a_dtensor_without_a_process_group_is_refused() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     tensor = nn.Parameter(dist.tensor.ones(4, 4, device_mesh=mesh, placements=[Shard(0)]))
     dist.destroy_process_group()
     for group in (muon_group, adamw_group):
         bad, optim, words = group((W, tensor)), trained(1), (W, "DTensor", "process group")
         assert_refused(optim, partial(optim.add_param_group, bad), *words)
-
-
-def test_a_dtensor_without_a_process_group_is_refused():
-    run_ranks(refuse_dtensors_without_a_process_group, 1)
 
 
 ONE = [parameter(4, 3)]
@@ -934,7 +931,8 @@ def test_a_parameter_in_whose_place_another_of_the_groups_is_trained_stops_no_st
     assert not torch.equal(layers[2].weight, weights[1])
 
 
-def refuse_groups_made_before_sharding() -> None:
+@on_ranks(1)
+def test_groups_made_before_fully_shard_stop_the_first_step() -> None:
     layers = model()
     optim = Muon(optimizer.get_default_muon_param_groups(layers))
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
@@ -950,10 +948,6 @@ def refuse_groups_made_before_sharding() -> None:
     optim.zero_grad()
     with pytest.warns(UserWarning, match="no gradient"):
         optim.step()
-
-
-def test_groups_made_before_fully_shard_stop_the_first_step():
-    run_ranks(refuse_groups_made_before_sharding, 1)
 
 
 def test_a_model_whose_groups_were_made_is_copied_saved_and_let_go():

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from kernel import as_arguments, optimizer
 from layouts import EXACT, params_of, part, part_for, set_gradients, whole
-from ranks import run_ranks
+from ranks import on_ranks
 
 presets = optimizer.presets
 
@@ -130,7 +130,9 @@ def movement_on_ranks(layout: str, mesh: DeviceMesh, factor: float, **options) -
     return movement(muon(params, **options), factor, dist.get_rank() * (layout == "ZeRO-2"))
 
 
-def scaled_on_ranks() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_scale_of_gradients_changes_no_step_on_ranks_either() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layout, options in itertools.product(LAYOUTS, ({}, EXACT)):
         expected = movement_on_ranks(layout, mesh, 1.0, **options)
@@ -139,8 +141,3 @@ def scaled_on_ranks() -> None:
             assert_same_bits(found, expected, (layout, options, exponent))
         if options is EXACT:
             assert distance(movement_on_ranks(layout, mesh, 2e-8, **options), expected) < 1e-3
-
-
-@pytest.mark.slow
-def test_the_scale_of_gradients_changes_no_step_on_ranks_either():
-    run_ranks(scaled_on_ranks, 2)

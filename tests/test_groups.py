@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from kernel import optimizer
 from layouts import set_gradients
-from ranks import rank_outcomes, run_ranks
+from ranks import on_ranks, rank_outcomes, run_ranks
 from wrong_input import parameter
 
 Muon = optimizer.Muon
@@ -478,12 +478,9 @@ def test_a_wrapped_model_gives_the_groups_of_the_model_under_its_own_keys(wrap):
     assert_same_groups(wrap, Llama())
 
 
-def groups_under_ddp() -> None:
+@on_ranks(1)
+def test_a_model_in_ddp_gives_the_groups_of_the_model() -> None:
     assert_same_groups(nn.parallel.DistributedDataParallel, Llama(tied=True))
-
-
-def test_a_model_in_ddp_gives_the_groups_of_the_model():
-    run_ranks(groups_under_ddp, 1)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from counters import count
 from kernel import optimizer
 from layouts import EXACT, set_gradients, whole
 from models import Attention
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 DIM, HEADS, KEY_HEADS, HEAD_DIM = 20, 6, 4, 6  # shards of 4 ranks begin within heads
 COLWISE = {"wq": ColwiseParallel(), "wk": ColwiseParallel(), "wv": ColwiseParallel()}
@@ -63,15 +63,12 @@ def shard(model: nn.Module, layout: str) -> nn.Module:
     return model
 
 
-def train_both(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["fsdp2", "tp", "fsdp2 and tp"])
+@on_ranks(4)
+def test_steps_are_those_of_one_device_bit_for_bit(layout: str) -> None:
     expected = train(Model())
     for found, right in zip(train(shard(Model(), layout)), expected, strict=True):
         assert torch.equal(found, right)
-
-
-@pytest.mark.parametrize("layout", ["fsdp2", "tp", "fsdp2 and tp"])
-def test_steps_are_those_of_one_device_bit_for_bit(layout):
-    run_ranks(train_both, 4, layout)
 
 
 def test_each_head_takes_the_step_of_a_matrix_of_its_own():

@@ -17,7 +17,7 @@ from counters import count
 from kernel import optimizer
 from layouts import EXACT, Group, Twins, Weight, params_of, part
 from models import Model
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 FIELDS = "name group shape dtype placement sharded algorithm matrices owners whole flops bytes"
 TOTALS = "flops sent_bytes received_bytes chunks in_flight balance state"
@@ -380,7 +380,8 @@ def test_bytes_of_a_matrix_are_two_for_each_element_both_ways_and_its_mean_squar
     assert sum(own["sent"] for own in found) >= expected
 
 
-def one_rank_looks() -> None:
+@on_ranks(2, pg_timeout=10, timeout=40)
+def test_one_rank_may_look_at_what_it_would_do() -> None:
     """What one rank asks for does not make it expect to compare notes with the others."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = [Weight((8, 4), tuple(mesh.shape), (0,)) for _ in range(3)]
@@ -401,7 +402,3 @@ def one_rank_looks() -> None:
         twins.ours.step()
         twins.reference.step()
         twins.compare()
-
-
-def test_one_rank_may_look_at_what_it_would_do():
-    run_ranks(one_rank_looks, 2, pg_timeout=10, timeout=40)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from kernel import optimizer
 from layouts import EXACT, Group, Weight, part_for, step_placed, whole
-from ranks import rank_outcomes, run_ranks
+from ranks import on_ranks, rank_outcomes
 
 pytest.importorskip("triton")
 triton_kernels = optimizer.triton_kernels
@@ -379,19 +379,16 @@ CASES = {
 }
 
 
-def step_in_layouts() -> None:
+@pytest.mark.skipif(str(DEVICE) != "cpu", reason="gloo ranks need the interpreter")
+@pytest.mark.slow
+@on_ranks(2)
+def test_sharded_steps_by_kernels_have_the_bits_of_whole_ones() -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_kernels(patch)
         for options in ({}, {"beta2": 0.9, "cautious": True}):
             step_placed(
                 [(name, groups, {**EXACT, **options}) for name, groups in CASES.items()], 0.0
             )
-
-
-@pytest.mark.skipif(str(DEVICE) != "cpu", reason="gloo ranks need the interpreter")
-@pytest.mark.slow
-def test_sharded_steps_by_kernels_have_the_bits_of_whole_ones():
-    run_ranks(step_in_layouts, 2)
 
 
 # -- captured steps --------------------------------------------------------------------------------

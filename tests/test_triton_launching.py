@@ -25,7 +25,7 @@ import torch.distributed as dist
 import stub_driver
 from kernel import optimizer
 from layouts import EXACT, Group, Twins, Weight, whole
-from ranks import run_ranks
+from ranks import on_ranks
 from trainings import mesh_of
 
 pytest.importorskip("triton")
@@ -197,7 +197,9 @@ def test_without_triton_steps_are_those_of_torch_with_one_warning(launches, monk
     assert launches.count == 0 and torch.equal(found, expected)
 
 
-def step_of_ranks(lacks: str) -> None:
+@pytest.mark.parametrize("lacks", ["compiler", "triton", "kernels"])
+@on_ranks(3)
+def test_one_rank_that_lacks_something_makes_all_raise_before_they_write(lacks: str) -> None:
     """The last rank lacks a compiler, Triton or kernels; it owns no matrix."""
     last = dist.get_rank() == dist.get_world_size() - 1
     named = {"compiler": "C compiler", "triton": "Triton", "kernels": "triton = False"}[lacks]
@@ -217,11 +219,6 @@ def step_of_ranks(lacks: str) -> None:
             with pytest.raises((RuntimeError, ValueError), match=named):
                 twins.ours.step()
         assert torch.equal(whole(param), before) and not twins.ours.is_broken
-
-
-@pytest.mark.parametrize("lacks", ["compiler", "triton", "kernels"])
-def test_one_rank_that_lacks_something_makes_all_raise_before_they_write(lacks):
-    run_ranks(step_of_ranks, 3, lacks)
 
 
 # -- what steps give an accelerator ----------------------------------------------------------------
