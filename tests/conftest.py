@@ -23,6 +23,10 @@ from hub_clients import client, hub, releases  # noqa: F401 (fixtures of several
 if not torch.accelerator.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
+# Threads of several processes that wait for each other on few cores take most of the time.
+workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
 BUILD_SCRIPT = Path(__file__).parent.parent / "scripts" / "build.py"
 
 collect_ignore = []
