@@ -40,7 +40,6 @@ scheduler = optimizer.async_utils
 
 RANKS = 64
 RANKS_PER_HOST = 8
-TRIED = (*range(8), *range(8, RANKS, 4), RANKS - 1)  # a host's, and some of all others
 
 # -- models ----------------------------------------------------------------------------------------
 
