@@ -19,18 +19,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import model_layouts
 from kernel import optimizer
-from layouts import ADAMW_ROUNDING, EXACT, assert_same, local, part, part_for, whole
-from models import Experts
+from layouts import ADAMW_ROUNDING, EXACT, assert_same, local, part_for, whole
+from model_layouts import Network
 
 SAVED_AT = 3  # steps before a checkpoint
 
-# QK-Clip for `FeedForward.wq` and `wk`, and logits of which some are above the threshold.
+# QK-Clip for `wq` and `wk` of each block, and logits of which some are above the threshold.
 CLIP: dict[str, Any] = {"clip_config": {"head_dim": 8, "threshold": 1.0}}
 LOGITS = {0: torch.tensor([3.0, 0.5]), 1: torch.tensor([0.5, 2.0])}
 
@@ -53,64 +50,6 @@ LAYOUTS: dict[int, tuple[str, ...]] = {
 }
 
 
-class FeedForward(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.wq = nn.Linear(16, 16, bias=False)
-        self.wk = nn.Linear(16, 16, bias=False)
-        self.up = nn.Linear(16, hidden)
-        self.down = nn.Linear(hidden, 16, bias=False)
-
-
-class Network(nn.Module):
-    """Rows that ranks divide evenly, unevenly and into empty shards. Its gradients are given.
-
-    Args:
-        even: whether shards of shards are of one size, in `FeedForward.up` and the experts.
-    """
-
-    def __init__(self, even: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed_tokens = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(FeedForward(24 if even else 22) for _ in range(2))
-        self.uneven = nn.Linear(8, 10)
-        self.three_rows = nn.Linear(16, 3)
-        self.one_row = nn.Linear(16, 1, bias=False)
-        self.conv = nn.Conv1d(4, 8, 5)
-        self.experts = Experts(8 if even else 6, 16, 12)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.lm_head = nn.Linear(16, 50, bias=False)
-        self.idle = nn.Linear(16, 8)
-
-
-def sharded(model: Network, layout: str) -> None:
-    ranks = world_size()
-    if layout in ("TP", "FSDP2 + TP"):
-        tp = ranks if layout == "TP" else 2
-        mesh = init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
-        for block in model.blocks:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh["tp"], plan)
-        if layout == "FSDP2 + TP":
-            fully_shard(model, mesh=mesh["dp"])
-    elif layout == "EP + FSDP2":
-        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("fsdp", "ep"))
-        w1 = nn.Parameter(part(model.experts.w1.detach(), mesh["ep"], [Shard(0)]))
-        model.experts.w1 = w1
-        fully_shard(model.experts, mesh=mesh["fsdp"])
-        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
-    elif layout in ("FSDP2", "HSDP, redundant", "HSDP, spread"):
-        sizes = (ranks,) if layout == "FSDP2" else (2, ranks // 2)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "shards")[-len(sizes) :])
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    else:
-        assert layout in ("one device", "DDP", "ZeRO-2"), layout
-
-
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Matrices in groups of different hyperparameters, a convolution, a frozen one among them."""
     muon, adamw = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
@@ -126,6 +65,11 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
         group([("conv.weight", model.conv.weight)], {"use_muon": True}, **flat),
         group(rest, adamw, lr=0.003, adamw_betas=(0.8, 0.9)),
     ]
+
+
+def placed_on(model: Network, layout: str) -> dict[str, Any]:
+    """Places it; returns what its optimizer has to be told."""
+    return model_layouts.LAYOUTS[f"{world_size()} ranks, {layout}"].place(model)
 
 
 def group(pairs: Iterable[Any], like: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -165,19 +109,12 @@ class Run:
         model = Network(even)
         if change is not None:
             change(model)
-        sharded(model, layout)
+        told = {} if layout == "one device" else placed_on(model, layout)
         if zeroed:
             with torch.no_grad():
                 for p in model.parameters():
                     p.zero_()
-        world = dist.group.WORLD if dist.is_initialized() else None
-        wide: dict[str, dict[str, Any]] = {
-            "DDP": {"process_group": world},
-            "ZeRO-2": {"process_group": world, "grad_reduce": "mean"},
-            "HSDP, redundant": {"hsdp": "redundant"},
-            "HSDP, spread": {"hsdp": "spread"},
-        }
-        options = {"lr": 0.02, **EXACT, **wide.get(layout, {}), **options}
+        options = {"lr": 0.02, **EXACT, **told, **options}
         groups = groups_of(model) if regroup is None else regroup(groups_of(model))
         return cls(layout, model, optimizer.Muon(groups, **options))
 

@@ -54,8 +54,8 @@ class Network(nn.Module):
         self.conv = nn.Conv1d(4, 8, 5, padding=2)
         self.experts = Experts(8 if even else 6, 16, 12)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.idle = nn.Linear(16, 8)
         self.lm_head = nn.Linear(16, 50, bias=False)
+        self.idle = nn.Linear(16, 8)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(tokens)  # (batch, 16)

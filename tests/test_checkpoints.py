@@ -441,10 +441,10 @@ UP, WQ = r"blocks\.0\.up\.weight", r"blocks\.0\.wq\.weight"
 Row = tuple[dict[str, Any], "str | None", "str | None", str]
 OTHERS: dict[str, Row] = {
     "other shapes": ({"even": False}, UP, rf"{UP}.*\(24, 16\)", rf"{UP}.*\(24, 16\)"),
-    "a parameter more": ({"change": with_one_more}, "added", "added", r"param_groups\[0\].*10.*9"),
-    "a parameter less": ({"change": with_one_less}, None, "idle", r"param_groups\[0\].*8.*9"),
+    "a parameter more": ({"change": with_one_more}, "added", "added", r"param_groups\[0\].*11.*10"),
+    "a parameter less": ({"change": with_one_less}, None, "idle", r"param_groups\[0\].*9.*10"),
     "renamed": ({"change": renamed}, "called_otherwise", "called_otherwise", "in the checkpoint"),
-    "to AdamW": ({"regroup": moved_to_adamw}, rf"{WQ}.step", f"{WQ}.*use_muon=False", "8.*9"),
+    "to AdamW": ({"regroup": moved_to_adamw}, rf"{WQ}.step", f"{WQ}.*use_muon=False", "9.*10"),
     "a group to AdamW": ({"regroup": called_the_other}, "state", "use_muon", "use_muon"),
     "another order": ({"regroup": lambda groups: groups[::-1]}, None, None, "use_muon=False"),
     "a group more": ({"regroup": divided}, None, None, "5 param_groups.*4"),
