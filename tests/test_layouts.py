@@ -61,8 +61,8 @@ class Feature:
         options: of both optimizers.
         change: of the model, before it is placed.
         gives: whether a parameter gets a gradient, by its name and the number of the step.
-        begin: with the optimizer on ranks, before the first step.
         schedule: of both optimizers, before each step.
+        on_ranks: of the optimizer on ranks alone, before each step.
         by_backward: gradients are those of the model's own backward; else random numbers.
         without: layouts whose options this one excludes, by a part of their names.
     """
@@ -70,8 +70,8 @@ class Feature:
     options: Mapping[str, Any] = field(default_factory=dict)
     change: Callable[[Network], Any] = lambda model: None
     gives: Callable[[str, int], bool] = lambda name, step: not name.startswith("idle")
-    begin: Callable[[Any], None] = lambda optim: None
     schedule: Callable[[Any, int], None] = lambda optim, step: None
+    on_ranks: Callable[[Any, int], None] = lambda optim, step: None
     by_backward: bool = False
     without: tuple[str, ...] = ()
 
@@ -84,21 +84,21 @@ def anneal(optim: Any, step: int) -> None:
             group["momentum"] = 0.85 + 0.03 * step
 
 
-def offload(optim: Any) -> None:
+def turn_on(optim: Any) -> None:
     how: dict[str, Any] = {"slot_bytes": TINY}
     if DEVICE == "cpu":
         how["backend"] = optimizer.SimulatedHost(delay=2e-5, seed=dist.get_rank())
     optim.turn_on_cpu_offload(**how)
 
 
+def offload(optim: Any, step: int) -> None:
+    if step == 0:
+        turn_on(optim)
+
+
 def toggle(optim: Any, step: int) -> None:
-    """Of the ranks' optimizer alone: state goes to the host and comes back between steps."""
-    if optim.process_group is None and not any(
-        isinstance(p, DTensor) for g in optim.param_groups for p in g["params"]
-    ):
-        return
     if step % 2:
-        offload(optim)
+        turn_on(optim)
     else:
         optim.turn_off_cpu_offload()
 
@@ -136,8 +136,8 @@ FEATURES = {
     ),
     "nothing but AdamW at first": Feature(gives=lambda name, step: step > 1 or "norm" in name),
     "frozen": Feature(change=lambda model: model.blocks[0].requires_grad_(False)),
-    "offload": Feature(begin=offload, options={"beta2": 0.9}),
-    "offload, now and then": Feature(schedule=toggle),
+    "offload": Feature({"beta2": 0.9}, on_ranks=offload),
+    "offload, now and then": Feature(on_ranks=toggle),
     "saved and loaded": Feature({"beta2": 0.9}, schedule=reload),
     "weights in bf16": Feature({"momentum_dtype": torch.float32}, **BF16),
     "weights in bf16, exact": Feature({"weight_rounding": "exact"}, **BF16),
@@ -228,8 +228,8 @@ def takes_the_steps_of_one_device(layout: Layout, feature: Feature) -> None:
     every = LOGITS.to(DEVICE)
     some = every if layout.parts is None else every.where(seen, -math.inf)
     logits = dict.fromkeys(range(len(getattr(model, "blocks", ()))), some)
-    feature.begin(ours)
     for step in range(4):
+        feature.on_ranks(ours, step)
         if feature.by_backward:
             assert layout.parts is not None
             backward(called, twins, averages, layout.parts, step)
