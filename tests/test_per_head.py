@@ -36,8 +36,7 @@ class Model(nn.Module):
 
 
 def make(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         return optimizer.Muon.for_model(model, 0.02, 0.01, per_head=True, **options)
 
 
@@ -117,12 +116,11 @@ class Fused(nn.Module):
             setattr(self.attn, name, value)
 
 
-class Conv1D(nn.Module):
+def conv1d(rows: int, cols: int) -> nn.Module:
     """A layer that stores (inputs, outputs), as transformers' GPT-2 has it."""
-
-    def __init__(self, rows: int, cols: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(cols, rows))
+    layer = type("Conv1D", (nn.Module,), {})()
+    layer.weight = nn.Parameter(torch.randn(cols, rows))
+    return layer
 
 
 QKV = "q_proj 64x64 k_proj 32x64 v_proj 32x64"
@@ -134,13 +132,14 @@ NOPE_AND_ROPE = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20
 GROUPED = {"num_heads": 4, "num_kv_heads": 2}
 SOFTMAX = {**GROUPED, "head_dim": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+WIDER = {**LINEAR, "linear_value_head_dim": 24}
 OF_LINEAR = "([q=2] 16 + [k=2] 16 + [v=4] 24) dim"
-CONV1D = {name: Conv1D(64, 64) for name in NAMES}
-SEQUENTIAL = {
-    "to_q": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)),
-    "to_kv": nn.Linear(64, 128),
-}
+CONV1D = {name: conv1d(64, 64) for name in NAMES}
+SEQUENTIAL = {"to_q": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))}
+SEQUENTIAL["to_kv"] = nn.Linear(64, 128)
 OF_ANOTHER_TOWER = {"num_attention_heads": 4, "hidden_size": 64}
+OF_SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
+PROJECTIONS = ["query_projection", "key_projection"]
 GATED = {**GROUPED, "o_proj": nn.Linear(64, 64)}
 
 TOLD: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
@@ -155,11 +154,7 @@ TOLD: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (LATENT, {**NOPE_AND_ROPE, "kv_lora_rank": 16}, OF_LATENT),
     ("q_proj 128x64 k_proj 32x64", {"head_dim": 16, "num_heads": 4}, dict(q_proj=16, k_proj=16)),
     ("wq_b 64x24 wk 16x64", {"head_dim": 16, "n_heads": 4}, {"wq_b": 16}),
-    (
-        "in_proj_qkv 160x64",
-        {"config": {**LINEAR, "linear_value_head_dim": 24}},
-        {"in_proj_qkv": OF_LINEAR},
-    ),
+    ("in_proj_qkv 160x64", {"config": WIDER}, {"in_proj_qkv": OF_LINEAR}),
     (CONV1D, {"num_heads": 4}, dict.fromkeys(NAMES, "dim ([head] 16)")),
     (SEQUENTIAL, {"heads": 4}, dict(to_q=16, to_kv=16)),
     ("c_q 64x64 c_k 32x64 c_v 32x64", {"n_head": 4, "n_kv_head": 2}, dict(c_q=16, c_k=16, c_v=16)),
@@ -187,22 +182,14 @@ UNTOLD: list[tuple[Any, dict[str, Any], list[str]]] = [
     # Queries and gates make up twice the rows, and nothing counts the keys' heads.
     ("wq 192x96 wk 96x192 wv 96x192", {"num_heads": 6}, ["wk", "wv"]),
     # The width of the model over the heads is no size of theirs.
-    (
-        "w_qs 96x48 w_ks 48x48 w_vs 72x48",
-        {"num_attention_heads": 6, "hidden_size": 48},
-        ["w_ks", "w_vs"],
-    ),
+    ("w_qs 96x48 w_ks 48x48 w_vs 72x48", OF_SIX_HEADS, ["w_ks", "w_vs"]),
     # One head of keys and values, which the module does not tell.
     ("to_q 96x64 to_kv 48x64", {"heads": 4}, ["to_kv"]),
     # Bare parameters may be (inputs, outputs).
     ({name: nn.Parameter(torch.randn(64, 64)) for name in NAMES}, {"head_dim": 16}, NAMES),
     ("to_qk 128x64 to_v 64x64", {"heads": 4}, ["to_qk", "to_v"]),
     ("q 64x64 kv 128x64", {"num_heads": 4}, ["kv"]),
-    (
-        "query_projection 64x64 key_projection 64x64",
-        {"h": 4},
-        ["query_projection", "key_projection"],
-    ),
+    ("query_projection 64x64 key_projection 64x64", {"h": 4}, PROJECTIONS),
 ]
 
 
