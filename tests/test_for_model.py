@@ -107,38 +107,31 @@ def experts(**stacks: Any) -> nn.Module:
     return module(experts=module(w=weights(4, 16, 16), **stacks), a=nn.Linear(16, 16))
 
 
+LAYERS: dict[str, Any] = {
+    "experts": experts,
+    "biases": lambda: experts(b1=weights(4, 32), conv=nn.Conv1d(16, 16, 3)),
+    "frozen scales": lambda: experts(scales=weights(4, 32).requires_grad_(False)),
+    "another stack": lambda: module(rel=weights(8, 16, 16), **experts()._modules),
+    "convolution": lambda: module(conv=nn.Conv1d(16, 16, 3), a=nn.Linear(16, 16)),
+}
+
+
 # A layer, options, and what Muon trains of it.
 @pytest.mark.parametrize(
-    "make_layer, options, expected",
+    "layer, options, expected",
     [
-        (experts, {}, {"experts.w", "a.weight"}),
-        (
-            lambda: experts(b1=weights(4, 32), conv=nn.Conv1d(16, 16, 3)),
-            {},
-            {"experts.w", "a.weight"},
-        ),
-        (
-            lambda: module(rel=weights(8, 16, 16), **experts()._modules),
-            {"expert_keys": ["rel"]},
-            {"experts.w", "rel", "a.weight"},
-        ),
-        (
-            lambda: experts(scales=weights(4, 32).requires_grad_(False)),
-            {},
-            {"experts.w", "a.weight"},
-        ),
-        (experts, {"is_muon_func": lambda name, p: p.ndim > 1}, {"experts.w", "a.weight"}),
-        (experts, {"adamw_keys": ["a"]}, {"experts.w"}),
-        (experts, {"expert_keys": []}, {"a.weight"}),
-        (
-            lambda: module(conv=nn.Conv1d(16, 16, 3), a=nn.Linear(16, 16)),
-            {"convolutions": True},
-            {"conv.weight", "a.weight"},
-        ),
+        ("experts", {}, "experts.w a.weight"),
+        ("biases", {}, "experts.w a.weight"),
+        ("frozen scales", {}, "experts.w a.weight"),
+        ("another stack", {"expert_keys": ["rel"]}, "experts.w rel a.weight"),
+        ("experts", {"is_muon_func": lambda name, p: p.ndim > 1}, "experts.w a.weight"),
+        ("experts", {"adamw_keys": ["a"]}, "experts.w"),
+        ("experts", {"expert_keys": []}, "a.weight"),
+        ("convolution", {"convolutions": True}, "conv.weight a.weight"),
     ],
 )
-def test_stacks_and_keys_decide_what_is_muons(make_layer, options, expected):
-    assert muons(make_layer, **options) == expected
+def test_stacks_and_keys_decide_what_is_muons(layer, options, expected):
+    assert muons(LAYERS[layer], **options) == set(expected.split())
 
 
 def test_experts_are_found_for_a_rule_of_ones_own_too():
@@ -148,8 +141,6 @@ def test_experts_are_found_for_a_rule_of_ones_own_too():
     assert "expert_keys" not in description.code
 
 
-# A layer, and the split that is found.
-NORMED = nn.utils.parametrizations.weight_norm
 SIZES = {"n_heads": 8, "n_kv_heads": 2, "head_dim": 4}
 
 
@@ -157,26 +148,27 @@ def attention(wrap: Any) -> nn.Module:
     return module(attn=wrap(module(**SIZES, qkv=weights(48, 32), o=linear(32, 32))))
 
 
-@pytest.mark.parametrize(
-    "make_layer, split",
-    [
-        # Key heads that a module tells count more than thirds.
-        (lambda: module(num_heads=16, num_kv_heads=4, qkv=linear(96, 32)), {"qkv": [64, 16, 16]}),
-        (lambda: attention(lambda module: module), {"qkv": [32, 8, 8]}),
-        (lambda: attention(checkpoint_wrapper), {"qkv": [32, 8, 8]}),
-        (lambda: attention(torch.compile), {"qkv": [32, 8, 8]}),
-    ],
+wrapped = pytest.mark.parametrize(
+    "wrap", [lambda module: module, checkpoint_wrapper, torch.compile]
 )
-def test_fused_projections_are_split_also_within_wrappers(make_layer, split):
-    assert for_model(two(make_layer), lr=1e-3).defaults["split"] == split
 
 
-def test_parametrized_projections_are_split():
-    model = two(lambda: module(qkv=NORMED(nn.Linear(16, 48)), o=nn.Linear(16, 16)))
+@wrapped
+def test_fused_projections_are_split_also_within_wrappers(wrap):
+    optim = for_model(two(lambda: attention(wrap)), lr=1e-3)
+    assert optim.defaults["split"] == {"qkv": [32, 8, 8]}
+
+
+def test_fused_projections_are_split_also_if_parametrized_or_also_thirds():
+    normed = nn.utils.parametrizations.weight_norm
+    model = two(lambda: module(qkv=normed(nn.Linear(16, 48)), o=nn.Linear(16, 16)))
     assert list(for_model(model, lr=1e-3).defaults["split"].values()) == [[16, 16, 16]]
+    # Key heads that a module tells count more than thirds.
+    model = two(lambda: module(num_heads=16, num_kv_heads=4, qkv=linear(96, 32)))
+    assert for_model(model, lr=1e-3).defaults["split"] == {"qkv": [64, 16, 16]}
 
 
-@pytest.mark.parametrize("wrap", [lambda layer: layer, checkpoint_wrapper, torch.compile])
+@wrapped
 def test_the_head_of_wrapped_layers_is_the_last_one(wrap):
     layers = [wrap(nn.Linear(*sizes)) for sizes in ((64, 128), (128, 128), (128, 10))]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
@@ -223,19 +215,11 @@ def test_gate_and_up_projection_in_a_stack_are_two_matrices():
     assert [row["matrices"] for row in rows] == [2]
 
 
-@pytest.mark.parametrize(
-    "wrong, word",
-    [
-        ({"is_muon_func": None}, "is_muon_func"),
-        ({"expert_keys": [1]}, r"\[1\]"),
-        ({"split": {1: 2}}, "split"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_refused(wrong, word):
-    for call in (for_model, describe):
-        with pytest.raises(ValueError, match=word):
-            call(build(), 1e-3, **wrong)
+def test_wrong_arguments_are_refused():
+    for key, wrong in (("is_muon_func", None), ("expert_keys", [1]), ("split", {1: 2})):
+        for call in (for_model, describe):
+            with pytest.raises(ValueError, match=r"\[1\]" if key == "expert_keys" else key):
+                call(build(), 1e-3, **{key: wrong})
     with pytest.raises(TypeError, match=r"recipes\.nanochat"):
         optimizer.MuonAdamW.for_model(build(), lr=0.02)
 

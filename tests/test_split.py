@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from comparisons import assert_equal
 from kernel import optimizer
-from layouts import Group, Weight, check
+from layouts import Group, Weight, check, randn
 from reference import ReferenceMuon
 
 FP64 = {"ns_dtype": torch.float64, "comm_dtype": torch.float64}
@@ -98,16 +99,19 @@ CASES = {
 }
 
 
-def stepped(params: Sequence[torch.Tensor], steps: int = 3, **group: Any) -> torch.optim.Optimizer:
-    """An optimizer that has taken steps with random gradients."""
-    names = [f"experts.{i}" if p.ndim > 2 else f"layers.{i}" for i, p in enumerate(params)]
-    group = {"params": list(params), "names": names, "use_muon": True, **group}
+def gradients(*shape: int) -> list[torch.Tensor]:
+    """Of three steps."""
+    return [randn(*shape, seed=step, dtype=torch.float64) for step in range(3)]
+
+
+def stepped(param: torch.nn.Parameter, **group: Any) -> torch.optim.Optimizer:
+    """An optimizer that has taken three steps."""
     settings = {key: group.pop(key) for key in FP64 if key in group}
+    name = "experts" if param.ndim > 2 else "layers.0"
+    group = {"params": [param], "names": [name], "use_muon": True, **group}
     optim = optimizer.Muon([group], lr=0.05, **settings)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    for grad in gradients(*param.shape):
+        param.grad = grad.to(param.dtype)
         optim.step()
     return optim
 
@@ -120,18 +124,17 @@ def stepped(params: Sequence[torch.Tensor], steps: int = 3, **group: Any) -> tor
 @pytest.mark.parametrize("name", CASES)
 def test_each_part_takes_the_steps_of_a_matrix_of_its_own(name, options):
     case = CASES[name]
-    start = torch.randn(case.shape, dtype=torch.float64)
+    start = randn(*case.shape, seed=9, dtype=torch.float64)
     param = torch.nn.Parameter(start.clone())
-    optim = stepped([param], split=case.split, **FP64, **options)
+    optim = stepped(param, split=case.split, **FP64, **options)
 
     def cut(tensor):
         return [tensor[list(rows)][:, list(cols)] for rows, cols in case.matrices]
 
     assert sum(len(rows) * len(cols) for rows, cols in case.matrices) == start.numel()
     reference = ReferenceMuon(cut(start), {"lr": 0.05, **options})
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        reference.step(cut(torch.randn(case.shape, generator=generator, dtype=torch.float64)))
+    for grad in gradients(*case.shape):
+        reference.step(cut(grad))
     rounding = 1e-6 if "beta2" in options else 1e-9  # second moments are in fp32
     for ours, expected in zip(cut(param.detach()), reference.weights):
         torch.testing.assert_close(ours, expected, rtol=rounding, atol=rounding)
@@ -143,28 +146,27 @@ def test_each_part_takes_the_steps_of_a_matrix_of_its_own(name, options):
         torch.testing.assert_close(state["second_momentum_buffer"], expected)
 
 
-@pytest.mark.parametrize(
-    "shape, options, matrices",
-    [
-        (
-            (3, 8, 14),
-            {"split": "dim (n (gate=1 + up=1))", "expert_keys": ["experts"]},
-            lambda experts: [expert[:, i::2] for expert in experts for i in (0, 1)],
-        ),
-        (
-            (12, 5, 3, 3),
-            {"split": "([group=3] out) in", "flatten": True},
-            lambda kernel: kernel.flatten(1).split(4),
-        ),
-    ],
-)
+OF_STACKS: list[tuple[tuple[int, ...], dict[str, Any], Any]] = [
+    (
+        (3, 8, 14),
+        {"split": "dim (n (gate=1 + up=1))", "expert_keys": ["experts"]},
+        lambda experts: [expert[:, i::2] for expert in experts for i in (0, 1)],
+    ),
+    (
+        (12, 5, 3, 3),
+        {"split": "([group=3] out) in", "flatten": True},
+        lambda kernel: kernel.flatten(1).split(4),
+    ),
+]
+
+
+@pytest.mark.parametrize("shape, options, matrices", OF_STACKS)
 def test_experts_are_parted_each_and_flattened_kernels_by_group(shape, options, matrices):
     param = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
     reference = ReferenceMuon(matrices(param), {"lr": 0.05})
-    stepped([param], **options, **FP64)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        reference.step(matrices(torch.randn(shape, generator=generator, dtype=torch.float64)))
+    stepped(param, **options, **FP64)
+    for grad in gradients(*shape):
+        reference.step(matrices(grad))
     for ours, expected in zip(matrices(param.detach()), reference.weights):
         torch.testing.assert_close(ours, expected)
 
@@ -175,13 +177,9 @@ def test_experts_are_parted_each_and_flattened_kernels_by_group(shape, options, 
 )
 def test_counts_and_axes_that_say_the_same_take_the_same_steps(as_counts, as_axes):
     params = [torch.nn.Parameter(torch.linspace(-1, 1, 120).view(20, 6)) for _ in range(2)]
-    states = [
-        stepped([param], split=split, beta2=0.9).state[param]
-        for param, split in zip(params, (as_counts, as_axes))
-    ]
-    assert torch.equal(*params)
-    for key, value in states[0].items():
-        assert torch.equal(value, states[1][key])
+    splits = zip(params, (as_counts, as_axes))
+    states = [stepped(p, split=split, beta2=0.9).state[p] for p, split in splits]
+    assert_equal([params[0], states[0]], [params[1], states[1]])
 
 
 def groups_of(weights):
@@ -191,27 +189,20 @@ def groups_of(weights):
     }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+# With a second moment, matrices that are whole on a rank take part in the exchange.
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))]
+)
 def test_every_split_on_fsdp2_and_tensor_parallelism_takes_the_steps_of_one_device(ranks):
-    def weights(shape):
-        return [Weight(shape, (ranks,), (dim,)) for dim in (0, 1)]
-
-    # With a second moment, matrices that are whole on a rank take part in the exchange.
-    check(ranks, groups_of(weights), [{}, {"beta2": 0.9}])
+    cases = groups_of(lambda shape: [Weight(shape, (ranks,), (dim,)) for dim in (0, 1)])
+    others = {"ns_dtype": torch.float32, "cautious": True} if ranks in (3, 8) else {}
+    check(ranks, cases, [others, {"beta2": 0.9}])
 
 
 @pytest.mark.slow
 def test_every_split_on_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_device():
     dims = [(0, 0), (0, 1), (1, 1), (None, 0)]
     check(4, groups_of(lambda shape: [Weight(shape, (2, 2), each) for each in dims]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_every_split_where_shards_cut_anywhere_takes_the_steps_of_one_device(ranks):
-    variants = [{"beta2": 0.9}, {"ns_dtype": torch.float32, "cautious": True}]
-    cases = groups_of(lambda shape: [Weight(shape, (ranks,), (dim,)) for dim in (0, 1)])
-    check(ranks, cases, variants)
 
 
 def test_experts_parted_by_columns_on_every_mesh_take_the_steps_of_one_device():

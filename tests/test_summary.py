@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
+from comparisons import assert_equal
 from counters import count
 from kernel import optimizer
-from layouts import EXACT, Group, Twins, Weight, params_of, part
+from layouts import EXACT, Group, Twins, Weight, params_of, set_gradients
 from models import Model
 from ranks import on_ranks, run_ranks
 
@@ -66,8 +68,7 @@ def test_rows_tell_of_every_parameter_in_order_and_totals_are_those_of_a_step():
         assert (row["owners"], row["whole"]) == (([0], True) if about[1] else ([], False))
     algorithms = [row["algorithm"].partition(",")[0] for row in summary.rows]
     assert algorithms == ["Muon"] * 5 + ["frozen"] + ["AdamW"] * 4
-    for param in params_of(optim):
-        param.grad = torch.randn_like(param) if param.requires_grad else None
+    set_gradients(p for p in params_of(optim) if p.requires_grad)
     with FlopCounterMode(display=False) as counter:
         optim.step()
     assert list(summary.totals) == TOTALS.split()
@@ -76,9 +77,9 @@ def test_rows_tell_of_every_parameter_in_order_and_totals_are_those_of_a_step():
     check_table(summary)
 
 
-COMPLEX = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 CONVERGING = {"ns_coefficients": [(15 / 8, -10 / 8, 3 / 8)] * 7, "ns_dtype": torch.float64}
 QUINTIC = {"ns_coefficients": "quintic", "ns_dtype": torch.bfloat16}
+ADAMW = {"use_muon": False}
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ QUINTIC = {"ns_coefficients": "quintic", "ns_dtype": torch.bfloat16}
         (torch.ones(4, 4), CONVERGING, ["own coefficients ×7", "standard", "float64"]),
         (torch.ones(640, 640), QUINTIC, ["quintic ×5", "standard", " 1."]),
         (torch.ones(4608, 512), QUINTIC, ["gram, restarted after 2 and 3", "0.", "bfloat16"]),
-        (torch.ones(4), {"use_muon": False}, ["AdamW, fused"]),
-        (COMPLEX, {"use_muon": False}, ["AdamW"]),
+        (torch.ones(4), ADAMW, ["AdamW, fused"]),
+        (torch.ones(2, dtype=torch.complex64), ADAMW, ["AdamW"]),
     ],
 )
 def test_algorithms_are_told(param, options, facts):
@@ -110,16 +111,16 @@ def check_table(summary: Any) -> None:
     """A line of aligned cells for each parameter, below what it has in common with others."""
     head, rule, *lines = str(summary).splitlines()
     end = next(at for at, line in enumerate(lines) if line.startswith("this rank: "))
-    assert all(len(line) <= 100 for line in lines[:end])
-    starts = [at for at in range(len(rule)) if rule[at] == "-" and rule[:at][-1:] != "-"]
-    ends = [start + len(rule[start:].split()[0]) for start in starts]
-    cells = [head[start:stop].strip() for start, stop in zip(starts, ends)]
+    assert any(summary.totals["state"] in line for line in lines[end:])
+    columns = [match.span() for match in re.finditer("-+", rule)]
+    cells = [head[slice(*column)].strip() for column in columns]
     assert cells == ["parameter", "shape", "owner", "FLOPs", "moved by all"]
     section, shown = "", []
     names = {row["name"]: row for row in summary.rows}
     for line in lines[:end]:
-        name, *cells = (line[start:stop].strip() for start, stop in zip(starts, ends))
-        if name in names and len(line) == ends[-1]:
+        assert len(line) <= 100
+        name, *cells = (line[slice(*column)].strip() for column in columns)
+        if name in names and len(line) == columns[-1][1]:
             row = names[name]
             shown.append(name)
             about = (str(row["dtype"]), row["placement"], row["algorithm"].split(",")[0])
@@ -127,12 +128,11 @@ def check_table(summary: Any) -> None:
             assert cells[0].startswith("×".join(map(str, row["shape"])) or "scalar")
             for cell, value in ((cells[2], row["flops"]), (cells[3], row["bytes"])):
                 assert value == 0 if cell == "–" else is_short(cell.removesuffix("B"), value)
-            assert all(line[stop : stop + 2].strip() == "" for stop in ends)
+            assert all(line[stop : stop + 2].strip() == "" for _, stop in columns)
             section += "\n"
         elif line:
             section = line if section[-1:] == "\n" else section + line
     assert sorted(shown) == sorted(names)
-    assert any(summary.totals["state"] in line for line in lines[end:])
 
 
 @pytest.mark.parametrize("params", [[], [nn.Parameter(torch.ones(4, 4))]], ids=len)
@@ -208,8 +208,7 @@ def test_the_schedule_is_that_of_the_last_step():
     groups = [{"params": params, "use_muon": True}, {"params": [bias], "use_muon": False}]
     optim = optimizer.Muon(groups, chunk_size=2)
     assert optim.summary(schedule=True).schedule == []
-    for param in (*params, bias):
-        param.grad = torch.randn_like(param)
+    set_gradients([*params, bias])
     optim.step()
     summary = optim.summary(schedule=True)
     way = ["momentum, gather", "orthogonalize, scatter", "update weights"]
@@ -222,15 +221,12 @@ def test_the_schedule_is_that_of_the_last_step():
 
 def test_a_summary_changes_nothing():
     optim = optimizer.Muon(groups())
+    set_gradients(params_of(optim))
     before = copy.deepcopy(optim.param_groups)
-    for param in params_of(optim):
-        param.grad = torch.randn_like(param)
     grads = [param.grad for param in params_of(optim)]
     first, second = optim.summary(), optim.summary()
     assert not optim.state and (first.rows, first.totals) == (second.rows, second.totals)
-    for group, other in zip(optim.param_groups, before, strict=True):
-        assert group.keys() == other.keys()
-        assert all(map(torch.equal, group["params"], other["params"]))
+    assert_equal(optim.param_groups, before)
     assert all(param.grad is grad for param, grad in zip(params_of(optim), grads))
 
 
@@ -271,8 +267,7 @@ def fsdp2(options: dict) -> dict[str, Any]:
 def placed(weights: list[Weight], options: dict) -> dict[str, Any]:
     meshes = {w.mesh: init_device_mesh("cpu", w.mesh) for w in weights if w.mesh}
     twins = Twins.placed([Group(weights, {"none_grad": False})], meshes, options)
-    for _, p, _ in twins.pairs:
-        p.grad = part(torch.randn(p.shape), p.device_mesh, p.placements)
+    set_gradients(p for _, p, _ in twins.pairs)
     return counted(twins.ours)
 
 
@@ -346,8 +341,7 @@ def replicated(options: dict[str, Any]) -> dict[str, Any]:
     muon = {"params": params, "names": names, "use_muon": True, "beta2": 0.9}
     adamw = {"params": others, "use_muon": False}
     optim = optimizer.Muon([muon, adamw], expert_keys=["experts"], none_grad=False, **options)
-    for p in (*params, *others[:-1]):
-        p.grad = torch.ones_like(p)
+    set_gradients([*params, *others[:-1]])
     return counted(optim)
 
 
@@ -383,14 +377,10 @@ def test_bytes_of_a_matrix_are_two_for_each_element_both_ways_and_its_mean_squar
 @on_ranks(2, pg_timeout=10, timeout=40)
 def test_one_rank_may_look_at_what_it_would_do() -> None:
     """What one rank asks for does not make it expect to compare notes with the others."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weights = [Weight((8, 4), tuple(mesh.shape), (0,)) for _ in range(3)]
-    options = {"consistency_check": "plan", "none_grad": False}
-    twins = Twins.placed([Group(weights)], {weights[0].mesh: mesh}, {**EXACT, **options})
+    mesh = init_device_mesh("cpu", (2,))
+    options = {**EXACT, "consistency_check": "plan", "none_grad": False}
+    twins = Twins.placed([Group([Weight((8, 4), (2,), (0,))] * 3)], {(2,): mesh}, options)
     for step in range(4):
-        for _, p, q in twins.pairs:
-            q.grad = torch.full(q.shape, float(step + 1))
-            p.grad = part(q.grad, p.device_mesh, p.placements)
         if dist.get_rank() == 1:
             group, weight = twins.ours.param_groups[0], twins.pairs[step % 3][1]
             for changed in (3, 5):
@@ -399,6 +389,4 @@ def test_one_rank_may_look_at_what_it_would_do() -> None:
             weight.requires_grad_(False)
             assert twins.ours.summary().rows[step % 3]["algorithm"] == "frozen"
             weight.requires_grad_(True)
-        twins.ours.step()
-        twins.reference.step()
-        twins.compare()
+        twins.step_and_compare()
