@@ -15,8 +15,8 @@ from torch import nn
 from checkpointed import CLIP, LAYOUTS, LOGITS, Run
 from counters import Counter
 from kernel import optimizer
-from layouts import case, local, whole
-from ranks import run_ranks
+from layouts import case, local, set_gradients, whole
+from ranks import on_ranks, run_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -48,21 +48,19 @@ def check(layout: str, options: dict[str, Any]) -> None:
     params = dict(run.model.named_parameters())
     logits = LOGITS if "clip_config" in options else None
     keeps_all = "change" not in options or "weight_rounding" in options
-    expected = []
-    audit = run.optim.audit()
+    audit, expected = run.optim.audit(), []
     for number in range(2):
         run.give_gradients(number)
         twin.give_gradients(number)
         before = weights_of(run)
-        grads = {n: params[n].grad for n in before}
-        rows = {n: {"gradient": 0.0 if g is None else norm(g)} for n, g in grads.items()}
+        rows = {n: {"nonzero": 1.0, "weight": norm(w)} for n, w in before.items()}
+        for name, row in rows.items():
+            row["gradient"] = norm(params[name].grad)
         run.optim.step(qk_logits=logits)
         twin.optim.step(qk_logits=logits)
         for name, weight in weights_of(run).items():
-            rows[name]["weight"] = before[name].norm().item()
-            rows[name]["change"] = (weight - before[name]).norm().item()
+            rows[name]["change"] = norm(weight - before[name])
             rows[name]["momentum"] = norm(run.optim.state[params[name]]["momentum_buffer"])
-            rows[name]["nonzero"] = 1.0
         expected.append(rows)
     audit.stop()
     report = audit.report()
@@ -87,8 +85,8 @@ def check(layout: str, options: dict[str, Any]) -> None:
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def norm(tensor: torch.Tensor) -> float:
-    return whole(tensor).detach().double().norm().item()
+def norm(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None else whole(tensor).detach().double().norm().item()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -107,16 +105,14 @@ def test_offloaded_state_is_audited_alike():
         with run.optim.audit() as audit:
             run.train(range(3))
         run.train([3])  # which it does not watch any more
-        steps = audit.report().steps
-        assert len(steps) == 3
-        rows = steps[-1].items()
-        numbers = {(n, k): v for n, row in rows for k, v in row.items() if isinstance(v, float)}
-        last.append(numbers)
+        _, _, rows = audit.report().steps
+        cells = ((n, k, v) for n, row in rows.items() for k, v in row.items())
+        last.append({(n, k): v for n, k, v in cells if isinstance(v, float)})
     assert last[1] == pytest.approx(last[0], rel=1e-4, abs=1e-9)
 
 
-def differ() -> None:
-    """A step is audited on one rank alone, and all updates of another have NaN."""
+@on_ranks(2)
+def test_steps_that_one_rank_audits_alone_and_nan_on_another_are_found() -> None:
     run = Run.on("FSDP2")
     audit = run.optim.audit()
     audit.is_on = dist.get_rank() == 0
@@ -129,26 +125,19 @@ def differ() -> None:
                 p.grad = p.grad * math.nan
         run.optim.step()
     first, second = audit.report().findings[:2]
-    assert "[4, 3]" in first and re.match("13 of 14 .*NaN", second)
+    assert "[4, 3]" in first and re.match("15 of 16 .*NaN", second)
     assert math.isnan(run.optim.metrics()["muon/weight_norm"])
 
 
-def replicas_apart() -> None:
-    """Ranks train on gradients of their own that nobody averages."""
+@on_ranks(2)
+def test_gradients_of_their_own_that_nobody_averages_are_found() -> None:
     optim = muon(model := Blocks())
     with optim.audit() as audit:
         for step in range(2):
-            torch.manual_seed(10 * step + dist.get_rank())
-            for p in model.parameters():
-                p.grad = torch.randn_like(p)
+            set_gradients(model.parameters(), seed=10 * step + dist.get_rank())
             optim.step()
     finding = audit.report().findings[0]
     assert re.match("4 of 5 .*other ranks: layers.0", finding) and "grad_reduce" in finding
-
-
-@pytest.mark.parametrize("case", [differ, replicas_apart], ids=lambda function: function.__name__)
-def test_ranks_that_differ_are_found(case):
-    run_ranks(case, 2)
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -322,13 +311,13 @@ def test_matrices_may_come_and_go_while_an_audit_is_on():
     late = nn.Parameter(torch.ones(4, 4))
 
     def step() -> None:
-        for p in (*model.parameters(), late):
-            p.grad = torch.randn_like(p) if p.requires_grad else None
+        set_gradients(p for p in (*model.parameters(), late) if p.requires_grad)
         optim.step()
 
     with optim.audit() as audit:
         step()
         model.layers[0].requires_grad_(False)
+        model.layers[0].weight.grad = None
         step()
         optim.add_param_group({"params": [late], "names": ["late"], "use_muon": True})
         step()
