@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 
 import pytest
 import torch
 from torch import nn
 
+from checkout import PACKAGE
 from kernel import optimizer
+from layouts import set_gradients
 
 pytestmark = pytest.mark.kernels_ci
 
@@ -34,19 +37,13 @@ def test_the_constructor_takes_motifs_arguments_in_motifs_order_and_others_by_ke
     assert keywords == keys - rare | FOR_ALL_GROUPS
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.randn(3, 6, 4))
-
-
 def test_what_users_of_motifs_kernel_write_runs():
-    model = nn.ModuleDict({"wq": nn.Linear(4, 4), "experts": Experts()})
+    experts = nn.ParameterDict({"w1": torch.randn(3, 6, 4)})
+    model = nn.ModuleDict({"wq": nn.Linear(4, 4), "experts": experts})
     groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
     optim = optimizer.Muon(groups, lr=1e-3, weight_decay=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
+    set_gradients(model.parameters())
     optim.step()
     assert not any(map(torch.equal, model.parameters(), before))
 
@@ -65,9 +62,14 @@ def test_what_users_of_motifs_kernel_write_of_qk_clip_runs():
 
 
 def test_the_public_names_are_there():
+    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    assigned = {ast.unparse(n.targets[0]): n.value for n in body if isinstance(n, ast.Assign)}
+    assert ast.literal_eval(assigned["__all__"]) == optimizer.__all__  # the Hub's card has them
     assert all(hasattr(optimizer, name) for name in optimizer.__all__)
     assert optimizer.__all__[0] == "Muon" and dir(optimizer) == sorted(optimizer.__all__)
     assert dir(optimizer.recipes) == RECIPES
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = optimizer.nothing
 
 
 def test_an_optimizer_prints_a_line_for_each_group():

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from breaking import refused
 from kernel import optimizer
-from layouts import part
+from layouts import case, part
 from ranks import DEVICE, on_ranks
 
 RANKS, NAME = 4, "layers.0.wq.weight"
@@ -69,13 +69,6 @@ def step(weight: Any) -> None:
     optimizer_of(weight).step()
 
 
-def step_uneven_strides() -> None:
-    """Of eight ranks, as `distribute_tensor` cuts them; FSDP2 over TP does otherwise."""
-    mesh = init_device_mesh(DEVICE, (4, 2))
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    step(nn.Parameter(part(torch.ones(9, 4), mesh, placements)))
-
-
 def step_what_was_swapped_for_one_out_of_order() -> None:
     optim = optimizer_of(rows_cut_in((0, 1)))
     optim.param_groups[0]["params"] = [rows_cut_in((1, 0))]
@@ -98,41 +91,36 @@ def clip_by_logits_out_of_order() -> None:
 
 UNORDERED = r".*dimension 0 cut by tp before dp"
 CUT = (0, 1, 3, 0)  # rows of four, which torch would not cut like that
-REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: optimizer_of(on_mesh(torch.ones(4, 4), [Partial()], 4, 4)),
-        rf"{NAME} .*Partial.*redistribute",
-    ),
-    (
-        lambda: step(on_mesh(torch.ones(CUT[dist.get_rank()], 4), [Shard(0)], 4, 4)),
-        rf"{NAME} is \[Shard\(dim=0\)\].*torch\.chunk",
-    ),
-    (lambda: optimizer_of(rows_cut_in((1, 0))), NAME + UNORDERED),
-    (lambda: optimizer_of(rows_cut_in((1, 0)), use_muon=False), NAME + UNORDERED),
-    (step_what_was_swapped_for_one_out_of_order, NAME + UNORDERED),
-    (lambda: load(rows_cut_in((1, 0), requires_grad=False)), NAME + UNORDERED),
-    (lambda: load(torch.ones(4, 4)), rf"{NAME} .*plain"),
-    (clip_by_logits_out_of_order, rf"layer 0{UNORDERED}.*logits\.full_tensor\(\)"),
-]
-OF_EIGHT = [(step_uneven_strides, rf"{NAME} is .*torch\.chunk")]
-
-
-def refuse(rows: list[tuple[Callable[[], Any], str]]) -> None:
-    for number, (call, words) in enumerate(rows):
-        with pytest.raises(ValueError) as raised:
-            call()
-        assert re.search(words, str(raised.value)), (number, raised.value)
-        dist.barrier()
 
 
 @on_ranks(RANKS, pg_timeout=20)
 def test_what_is_placed_as_no_step_can_take_it_raises_on_every_rank_and_names_the_parameter():
-    refuse(REFUSED)
+    partial = on_mesh(torch.ones(4, 4), [Partial()], 4, 4)
+    unlike_chunk = on_mesh(torch.ones(CUT[dist.get_rank()], 4), [Shard(0)], 4, 4)
+    unordered, constant = rows_cut_in((1, 0)), rows_cut_in((1, 0), requires_grad=False)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: optimizer_of(partial), rf"{NAME} .*Partial.*redistribute"),
+        (lambda: step(unlike_chunk), rf"{NAME} is \[Shard\(dim=0\)\].*torch\.chunk"),
+        (lambda: optimizer_of(unordered), NAME + UNORDERED),
+        (lambda: optimizer_of(unordered, use_muon=False), NAME + UNORDERED),
+        (step_what_was_swapped_for_one_out_of_order, NAME + UNORDERED),
+        (lambda: load(constant), NAME + UNORDERED),
+        (lambda: load(torch.ones(4, 4)), rf"{NAME} .*plain"),
+        (clip_by_logits_out_of_order, rf"layer 0{UNORDERED}.*logits\.full_tensor\(\)"),
+    ]
+    for number, (call, words) in enumerate(calls):
+        with case(str(number)), pytest.raises(ValueError, match=words):
+            call()
+        dist.barrier()
 
 
 @on_ranks(8, pg_timeout=20)
 def test_uneven_strides_that_no_shard_of_a_shard_has_are_refused_by_all():
-    refuse(OF_EIGHT)
+    """As `distribute_tensor` cuts them; FSDP2 over TP does otherwise."""
+    mesh = init_device_mesh(DEVICE, (4, 2))
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    with pytest.raises(ValueError, match=rf"{NAME} is .*torch\.chunk"):
+        step(nn.Parameter(part(torch.ones(9, 4), mesh, placements)))
 
 
 # -- gradients -------------------------------------------------------------------------------------
