@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 from advice import arguments, everything, follow, follow_apart, kinds, names_of, reasons, run
 from kernel import optimizer
-from ranks import run_ranks
+from ranks import on_ranks
 
 describe = optimizer.describe
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,6 +134,12 @@ def with_head(name: str) -> dict[str, Any]:
     return {"layer1": (32, 32), "layer2": (32, 64), name: (64, 20)}
 
 
+def recurrent(layer: nn.Module, hidden: int) -> dict[str, Any]:
+    return {"embed": nn.Embedding(256, 128), "rnn": layer, "to_tokens": (hidden, 256)}
+
+
+RNN = "rnn.weight_ih_l0 rnn.weight_hh_l0"
+MIXING = {"w": {"output": (32, 32)}}
 OF_100, WORDS = {"config": {"vocab_size": 100}}, {"words": nn.Embedding(100, 16)}
 TABLES = {**WORDS, "positions": nn.Embedding(64, 16)}
 SIZES = {"tables": [nn.Embedding(n, 16) for n in (1000, 64, 256)]}
@@ -196,9 +202,51 @@ MODELS: dict[str, tuple[Any, ...]] = {
         "vectors",
     ),
     "no matrices": ({"tok": nn.Embedding(8, 4), "norm": nn.LayerNorm(4)}, "", "nothing"),
+    "GRU": (recurrent(nn.GRU(128, 256), 256), RNN),
+    "LSTM": (recurrent(nn.LSTM(128, 64), 64), RNN),
+    "a normed head": (sequential((8, 32), parametrizations.weight_norm(nn.Linear(32, 5))), "0"),
+    "gives what is taken": ({"up": (8, 32), "down": (32, 8)}, "up down"),
+    "RWKV": ({"layers": [MIXING] * 2, "head": (32, 100)}, "layers.0.w.output layers.1.w.output"),
+    "ProphetNet": (sequential({"up": (8, 32), "output": (32, 8)}), "0.up 0.output"),
     "frozen": (llama().requires_grad_(False), "", "nothing"),
     "no parameters": ({}, "", "nothing"),
 }
+
+
+BOX = {"layers": [(32, 32), (32, 4)]}
+MODULATED = {"linear": (32, 16), "adaLN_modulation": sequential(nn.SiLU(), (32, 64))}
+# What is behind two layers, and which of its weights are Muon's, too.
+BEHIND: dict[str, tuple[dict[str, Any], str]] = {
+    "AlexNet": (
+        {"classifier": sequential((64, 48), nn.ReLU(), (48, 48), nn.ReLU(), (48, 10))},
+        "classifier.0 classifier.2",
+    ),
+    "a stack within a stack": ({"head": sequential(sequential((32, 48)), (48, 10))}, "head.0.0"),
+    "several heads": ({"heads": [(32, 7)] * 2}, ""),
+    "a head's own stack": ({"head": {"pre": (32, 48), "linear": (48, 99)}}, "head.pre"),
+    "two heads": ({"head": {"linear": (32, 9)}, "head_dist": {"linear": (32, 9)}}, ""),
+    "Flux": ({"proj_out": (32, 4)}, ""),
+    "DiT": ({"proj_out_1": (32, 64), "proj_out_2": (32, 4)}, "proj_out_1"),
+    "DETR": ({"bbox_predictor": BOX, "class_embed": (32, 9)}, "bbox_predictor.layers.0"),
+    "heads of each layer": (
+        {"bbox_embed": [BOX] * 2},
+        "bbox_embed.0.layers.0 bbox_embed.1.layers.0",
+    ),
+    "DiT's own": (
+        {"patches": (16, 32), "final_layer": MODULATED},
+        "patches final_layer.adaLN_modulation.1",
+    ),
+    "a tied head's hidden layer": (
+        {"words": nn.Embedding(99, 24), "predictions": {"layers": [(32, 24)]}},
+        "predictions.layers.0",
+    ),
+    "pooling by attention": (
+        {"head": {"layers": [(32, 64), (64, 32)]}},
+        "head.layers.0 head.layers.1",
+    ),
+}
+for name, (spec, muons) in BEHIND.items():
+    MODELS[name] = ({"layers": [{"w": (32, 32)}] * 2, **spec}, f"layers.0.w layers.1.w {muons}")
 
 
 @pytest.mark.filterwarnings("ignore:.*head:UserWarning")
@@ -339,11 +387,6 @@ class Careless(nn.Module):
         raise RuntimeError("not now")
 
 
-class Raises:
-    def __getattr__(self, name: str):
-        raise KeyError(name)
-
-
 UNTOLD: dict[str, tuple[Any, str]] = {
     "no sizes": (attention("qkv_proj", 32), "qkv_proj"),
     "unknown key": (attention("qkv_proj", 24, {"n_head": 4, "n_kv": 1}), "qkv_proj"),
@@ -370,7 +413,7 @@ def test_what_nothing_tells_is_left_to_adamw_with_a_line_to_fill_in(name):
     assert any(component in name for name in taken.names[0])
 
 
-CARELESS = [Raises(), types.SimpleNamespace(text_config=torch.ones(2)), torch.ones(2), "args"]
+CARELESS = [types.SimpleNamespace(text_config=torch.ones(2)), torch.ones(2), "args"]
 
 
 @pytest.mark.parametrize("args", CARELESS, ids=lambda args: type(args).__name__)
@@ -463,7 +506,8 @@ def test_a_model_on_meta_is_described_as_any_other():
     assert follow(model).warnings == []
 
 
-def sharded() -> None:
+@on_ranks(1)
+def test_a_sharded_model_is_described_as_the_model() -> None:
     model = llama(tied=True)
     expected = describe(model)
     for layer in model.layers:
@@ -480,17 +524,25 @@ def sharded() -> None:
     assert describe(DistributedDataParallel(llama())).warnings == []  # one rank has no replicas
 
 
-def flat() -> None:
+@on_ranks(2)
+def test_a_model_that_fsdp1_has_flattened_is_told_of_fully_shard() -> None:
+    cpu, no_shard = torch.device("cpu"), ShardingStrategy.NO_SHARD
     for original in (False, True):
-        cpu = torch.device("cpu")
         model = FullyShardedDataParallel(llama(), device_id=cpu, use_orig_params=original)
         description = describe(model)
         assert kinds(description.warnings) == ["flat"]
         assert "fully_shard" in description.code
-        run(description.code, model)
+        with pytest.raises(ValueError, match="fully_shard"):
+            optimizer.get_default_muon_param_groups(model)
+    whole = FullyShardedDataParallel(
+        nn.Linear(6, 4), device_id=cpu, use_orig_params=True, sharding_strategy=no_shard
+    )
+    groups = optimizer.get_default_muon_param_groups(whole)
+    assert [len(group["params"]) for group in groups] == [1, 1]
 
 
-def replicated() -> None:
+@on_ranks(2)
+def test_replicas_are_told_of_process_groups() -> None:
     description = describe(llama())
     assert kinds(description.warnings) == ["replicas"]
     assert "fully_shard" in description.code and 'grad_reduce="mean"' in description.code
@@ -502,11 +554,6 @@ def replicated() -> None:
     assert describe(model, process_group=dist.group.WORLD).warnings == []
     fully_shard(model := llama())
     assert describe(model).warnings == []
-
-
-@pytest.mark.parametrize(("case", "ranks"), [(sharded, 1), (flat, 1), (replicated, 2)])
-def test_models_on_ranks(case, ranks):
-    run_ranks(case, ranks)
 
 
 # Options, and what the caller decides
@@ -540,7 +587,7 @@ def test_convolutions_are_muons_by_one_argument():
     convolutional = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 64, 3)
     (trap,) = follow(sequential(*convolutional, (6272, 128), (128, 10))).warnings
     assert "6%" in trap.what and trap.write == "convolutions=True"
-    normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(32, 32, 9, groups=2), dim=2)
+    normed = parametrizations.weight_norm(nn.Conv1d(32, 32, 9, groups=2), dim=2)
     up, pixels = nn.ConvTranspose2d(32, 16, 3), nn.Conv2d(16, 3, 1)
     model = build({"position": normed, "up": up, "pixels": pixels, "mix": (16, 16)})
     (trap,) = describe(model).warnings
@@ -699,7 +746,7 @@ def test_packed_and_partitioned_weights_are_known_by_what_their_libraries_call_t
     assert kinds(describe(model).warnings) == ["flat"]
     base = "base_model.model.score"  # as peft calls a head that is trained whole
     for name in (f"{base}.modules_to_save.default.weight", f"{base}.original_module.weight"):
-        assert not optimizer.muon.default_is_muon(name, torch.empty(4, 8))
+        assert not optimizer.default_is_muon(name, torch.empty(4, 8))
 
 
 def test_a_parametrized_weight_is_not_computed():
