@@ -22,20 +22,9 @@ NO_BOOLS = [1, 0, "yes", 0.5]
 NO_NAMES = ["unheard of", "", True, 1, ["none"], np.ones(2)]
 NO_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True, np.ones(2)]
 NO_FAMILIES = [
-    "newton",
-    "",
-    None,
-    5,
-    (3.4445, -4.7750),
-    (3.4445, NAN, 2.0315),
-    (3.4445, -4.7750, TOO_LARGE),
-    [],
-    [(1.0, 2.0)] * 5,
-    [(1.0, 2.0, 3.0, 4.0)] * 5,
-    [("a", "b", "c")] * 5,
-    [(NAN, 0.0, 0.0)] * 5,
-    [(2.0, -INF, 0.5)] * 5,
-    [None] * 5,
+    *("newton", "", None, 5, [], (3.4445, -4.7750), (3.4445, NAN, 2.0315), (3.4, -4.7, TOO_LARGE)),
+    *([bad] * 5 for bad in (None, (1.0, 2.0), (1.0, 2.0, 3.0, 4.0), ("a", "b", "c"))),
+    *([bad] * 5 for bad in ((NAN, 0.0, 0.0), (2.0, -INF, 0.5))),
 ]
 BAD_VALUES: dict[str, list[Any]] = {
     "lr": [*NO_NUMBERS, torch.ones(2), torch.ones(0)],
@@ -78,30 +67,23 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, dtype=dtype))
 
 
-def good_groups() -> list[dict[str, Any]]:
-    """Both kinds of groups, and each kind behind the other."""
-    return [
-        {
-            "params": [parameter(4, 6), parameter(5, 5)],
-            "names": ["layers.0.w1.weight", "layers.0.w2.weight"],
-            "use_muon": True,
-        },
-        {
-            "params": [parameter(7), parameter(3, 2)],
-            "names": ["norm.weight", "embed.weight"],
-            "use_muon": False,
-        },
-        {"params": [parameter(6, 4)], "names": ["layers.1.w1.weight"], "use_muon": True},
-        {"params": [parameter(2)], "names": ["head.bias"], "use_muon": False},
-    ]
-
-
 def muon_group(*params: Any, **options: Any) -> dict[str, Any]:
     return {"params": list(params), "use_muon": True, **options}
 
 
 def adamw_group(*params: Any, **options: Any) -> dict[str, Any]:
     return {"params": list(params), "use_muon": False, **options}
+
+
+def good_groups() -> list[dict[str, Any]]:
+    """Both kinds of groups, and each kind behind the other."""
+    first, second = ["layers.0.w1.weight", "layers.0.w2.weight"], ["norm.weight", "embed.weight"]
+    return [
+        muon_group(parameter(4, 6), parameter(5, 5), names=first),
+        adamw_group(parameter(7), parameter(3, 2), names=second),
+        muon_group(parameter(6, 4), names=["layers.1.w1.weight"]),
+        adamw_group(parameter(2), names=["head.bias"]),
+    ]
 
 
 def trained(steps: int, **options: Any) -> Any:
