@@ -1,28 +1,45 @@
-"""A Hub for kernel repositories on 127.0.0.1: repositories, branches, commits and files in memory.
+"""A Hub for kernel repositories on 127.0.0.1, and processes that publish to it and load from it.
 
-It answers what `kernels` 0.17.2 and `huggingface_hub` 2.4 ask for when they publish, load and
-download kernels (neither brings a server of its own), and fails where a test asks it to.
-`HF_ENDPOINT` is read when the clients are imported, so they run in processes of their own.
+It answers what `kernels` 0.17.2 and `huggingface_hub` 2.4 ask for (neither brings a server of its
+own), and fails where a test asks it to. `HF_ENDPOINT` is read when the clients are imported, so
+they run in processes of their own.
 """
 
 import base64
 import copy
 import hashlib
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from kernels.backends import _backend
+
+from checkout import ROOT
+
+PUBLISH = ROOT / "scripts" / "publish.py"
+KERNEL = "org/optimizer"
+VARIANT = f"build/torch-{_backend().name}"
 
 Files = dict[str, bytes]
+
+# -- the Hub ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class Repository:
-    """What one repository holds. A branch is the name of a commit, a commit all of its files."""
+    """A branch is the name of a commit, a commit all of its files."""
 
     private: bool = False
     branches: dict[str, str] = field(default_factory=dict)
@@ -32,12 +49,14 @@ class Repository:
         # The Hub's commits differ by their time, too; here by their number.
         content = repr((len(self.commits), branch, sorted(files.items())))
         oid = hashlib.sha1(content.encode()).hexdigest()
-        self.commits[oid] = files
-        self.branches[branch] = oid
+        self.commits[oid], self.branches[branch] = files, oid
         return oid
 
     def files(self, branch: str) -> Files:
         return self.commits[self.branches[branch]]
+
+
+Contents = dict[str, Repository]
 
 
 @dataclass
@@ -45,16 +64,14 @@ class Fault:
     """What goes wrong with the next request whose "METHOD /path" matches `pattern`.
 
     `meanwhile` runs first. `status` answers with that error; `drop` closes the connection in place
-    of an answer, after the request was served if `served`; `cut` does so after half of the body.
+    of serving the request, `cut` in the middle of the answer.
     """
 
     pattern: str
     status: int = 0
     drop: bool = False
-    served: bool = False
     cut: bool = False
-    meanwhile: Callable[[], object] = lambda: None
-    is_met: bool = False
+    meanwhile: Callable[["Hub"], object] = lambda hub: None
 
 
 class Error(Exception):
@@ -65,10 +82,8 @@ class Error(Exception):
 class Hub:
     """The server. `url` is its HF_ENDPOINT, `requests` the log of what it was asked for."""
 
-    def __init__(self) -> None:
-        self.repositories: dict[str, Repository] = {}
-        # Rights of tokens: "write" to repositories that exist, "create" new ones.
-        self.tokens: dict[str, set[str]] = {"writer": {"write", "create"}}
+    def __init__(self, repositories: Contents) -> None:
+        self.repositories = copy.deepcopy(repositories)
         self.faults: list[Fault] = []
         self.corrupted: Files = {}  # what GET sends at these paths; HEAD stays true
         self.requests: list[str] = []
@@ -86,18 +101,13 @@ class Hub:
         self.server.shutdown()
         self.server.server_close()
 
-    def contents(self) -> dict[str, Repository]:
-        """A copy of all repositories, to compare with or to put back."""
-        return copy.deepcopy(self.repositories)
-
     def fault_of(self, request: str) -> Fault:
         with self.lock:
             self.requests.append(request)
-            for fault in self.faults:
-                if not fault.is_met and re.search(fault.pattern, request):
-                    fault.is_met = True
-                    return fault
-        return Fault("")
+            met = [fault for fault in self.faults if re.search(fault.pattern, request)]
+            for fault in met[:1]:
+                self.faults.remove(fault)
+            return met[0] if met else Fault("")
 
 
 class RequestHandler(BaseHTTPRequestHandler):
@@ -109,58 +119,55 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def serve(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        url = urlsplit(self.path)
-        self.query = parse_qs(url.query)
-        self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-        fault = self.hub.fault_of(f"{self.command} {unquote(url.path)}")
+        self.url = urlsplit(self.path)
+        fault = self.hub.fault_of(f"{self.command} {unquote(self.url.path)}")
         self.close_connection |= fault.drop or fault.cut
-        headers: dict[str, str] = {}
+        status, headers = 200, {}
         try:
-            fault.meanwhile()
+            fault.meanwhile(self.hub)
             if fault.status:
                 raise Error(fault.status)
-            if fault.drop and not fault.served:
-                return
-            with self.hub.lock:
-                status, headers, content = self.route(url.path)
             if fault.drop:
                 return
+            with self.hub.lock:
+                answer = self.answer()
         except Error as error:
-            status, headers = error.status, {"X-Error-Code": error.code}
-            content = json.dumps(error.body).encode()
+            status, headers, answer = error.status, {"X-Error-Code": error.code}, error.body
+        if isinstance(answer, tuple):
+            headers, content = answer
+        else:
+            content = json.dumps(answer).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            if value:
-                self.send_header(name, value)
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content[: len(content) // 2] if fault.cut else content)
 
     do_GET = do_HEAD = do_POST = serve
 
-    def route(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        for pattern, answer in ROUTES.items():
-            method, _, expression = pattern.partition(" ")
-            match = re.fullmatch(expression, path)
-            if match and (self.command == method or (self.command, method) == ("HEAD", "GET")):
-                answered = answer(self, *map(unquote, match.groups()))
-                if isinstance(answered, tuple):
-                    return answered
-                content = json.dumps({} if answered is None else answered).encode()
-                return 201 if answered is None else 200, {}, content
+    def answer(self) -> Any:
+        """JSON, or the headers and bytes of a file."""
+        match [unquote(part) for part in self.url.path.strip("/").split("/")]:
+            case ["kernels", owner, name, "resolve", revision, *path]:
+                return self.file(f"{owner}/{name}", revision, "/".join(path))
+            case ["api", "kernels", owner, name, *what]:
+                return self.about(f"{owner}/{name}", *what)
+            case ["api", "organizations", name, "overview"]:
+                known = {"name": name, "fullname": name, "avatarUrl": ""}
+                return {**known, "trustedKernelPublisher": False}
+            case ["api", "repos", "create"]:
+                return self.create(json.loads(self.body))
+            case ["api", "validate-yaml"]:
+                if json.loads(self.body)["content"].startswith("---\n"):
+                    return {"errors": [], "warnings": []}
+                raise Error(400)
         raise Error(404)
 
     def repository(self, name: str) -> Repository:
-        repository = self.hub.repositories.get(name)
-        if repository is None or (repository.private and self.token not in self.hub.tokens):
-            raise Error(401 if self.token is None else 404, "RepoNotFound")
-        return repository
-
-    def require(self, right: str) -> None:
-        if self.token not in self.hub.tokens:
-            raise Error(401)
-        if right not in self.hub.tokens[self.token]:
-            raise Error(403)
+        if name not in self.hub.repositories:
+            raise Error(401, "RepoNotFound")
+        return self.hub.repositories[name]
 
     def files(self, name: str, revision: str) -> tuple[str, Files]:
         """The commit that `revision` names, and its files."""
@@ -170,49 +177,15 @@ class RequestHandler(BaseHTTPRequestHandler):
             raise Error(404, "RevisionNotFound")
         return oid, repository.commits[oid]
 
-    def organization(self, name: str) -> dict:
-        names = {"name": name, "fullname": name, "avatarUrl": ""}
-        return {**names, "trustedKernelPublisher": False}
-
-    def information(self, name: str, revision: str = "main") -> dict:
-        oid, _ = self.files(name, revision)
-        return {"id": name, "sha": oid, "private": self.repository(name).private}
-
-    def references(self, name: str) -> dict:
-        branches = [
-            {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": oid}
-            for branch, oid in self.repository(name).branches.items()
-        ]
-        return {"tags": [], "converts": [], "branches": branches}
-
-    def tree(self, name: str, revision: str, folder: str = "") -> list[dict]:
-        _, files = self.files(name, revision)
-        prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
-        inside = {path: files[path] for path in sorted(files) if path.startswith(prefix)}
-        if prefix and not inside:
-            raise Error(404, "EntryNotFound")
-        if self.query.get("recursive") == ["true"]:
-            return [file_entry(path, content) for path, content in inside.items()]
-        entries: dict[str, dict] = {}
-        for path, content in inside.items():
-            child, slash, _ = path.removeprefix(prefix).partition("/")
-            folder_entry = {"type": "directory", "path": prefix + child, "size": 0, "oid": "0" * 40}
-            entries[child] = folder_entry if slash else file_entry(path, content)
-        return list(entries.values())
-
-    def resolve(self, name: str, revision: str, path: str) -> tuple[int, dict[str, str], bytes]:
+    def file(self, name: str, revision: str, path: str) -> tuple[dict[str, str], bytes]:
         oid, files = self.files(name, revision)
         if path not in files:
             raise Error(404, "EntryNotFound")
-        content = files[path]
-        if self.command == "GET":
-            content = self.hub.corrupted.get(path, content)
-        return 200, {"ETag": f'"{blob_oid(files[path])}"', "X-Repo-Commit": oid}, content
+        sent = files if self.command == "HEAD" else {**files, **self.hub.corrupted}
+        return {"ETag": f'"{blob_oid(files[path])}"', "X-Repo-Commit": oid}, sent[path]
 
-    def create(self) -> dict:
-        asked = json.loads(self.body)
+    def create(self, asked: dict[str, str]) -> dict:
         name = f"{asked['organization']}/{asked['name']}"
-        self.require("create")
         url = f"{self.hub.url}/kernels/{name}"
         if name in self.hub.repositories:
             raise Error(409, url=url)
@@ -221,39 +194,52 @@ class RequestHandler(BaseHTTPRequestHandler):
         self.hub.repositories[name] = repository
         return {"url": url}
 
-    def create_branch(self, name: str, branch: str) -> None:
+    def about(self, name: str, what: str = "revision", revision: str = "main", *path: str) -> Any:
         repository = self.repository(name)
-        self.require("write")
-        repository.branches[branch] = repository.branches["main"]
-
-    def preupload(self, name: str, branch: str) -> dict:
-        _, files = self.files(name, branch)
-        self.require("write")
-        answers = []
-        for path in (file["path"] for file in json.loads(self.body)["files"]):
-            known = {"oid": blob_oid(files[path])} if path in files else {}
-            answers.append({"path": path, "uploadMode": "regular", "shouldIgnore": False, **known})
-        return {"files": answers}
-
-    def commit(self, name: str, branch: str) -> dict:
-        parent, there = self.files(name, branch)
-        self.require("write")
-        files = dict(there)
+        if what == "refs":
+            branches = [
+                {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": oid}
+                for branch, oid in repository.branches.items()
+            ]
+            return {"tags": [], "converts": [], "branches": branches}
+        if what == "branch":
+            repository.branches[revision] = repository.branches["main"]
+            return {}
+        oid, files = self.files(name, revision)
+        if what == "revision":
+            return {"id": name, "sha": oid, "private": repository.private}
+        if what == "tree":
+            return self.tree(files, "".join(f"{part}/" for part in path))
+        if what == "preupload":
+            asked = [file["path"] for file in json.loads(self.body)["files"]]
+            known = {path: {"oid": blob_oid(files[path])} for path in asked if path in files}
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            return {"files": [{"path": path, **how, **known.get(path, {})} for path in asked]}
+        assert what == "commit"
+        files = dict(files)
         for entry in map(json.loads, self.body.splitlines()):
             key, value = entry["key"], entry["value"]
-            if key == "header" and value.get("parentCommit", parent) != parent:
+            if key == "header" and value.get("parentCommit", oid) != oid:
                 raise Error(412)
             if key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "deletedFile":
                 del files[value["path"]]
-        oid = self.repository(name).commit(branch, files)
+        oid = repository.commit(revision, files)
         return {"commitOid": oid, "commitUrl": f"{self.hub.url}/kernels/{name}/commit/{oid}"}
 
-    def validate_yaml(self) -> dict:
-        if not json.loads(self.body)["content"].startswith("---\n"):
-            raise Error(400)
-        return {"errors": [], "warnings": []}
+    def tree(self, files: Files, prefix: str) -> list[dict]:
+        inside = sorted(path for path in files if path.startswith(prefix))
+        if "recursive=true" in self.url.query:
+            sizes = {
+                path: {"size": len(files[path]), "oid": blob_oid(files[path])} for path in inside
+            }
+            return [{"type": "file", "path": path, **sizes[path]} for path in inside]
+        if not inside:
+            raise Error(404, "EntryNotFound")
+        # Only folders are asked for that hold nothing but folders.
+        folders = dict.fromkeys(prefix + path[len(prefix) :].split("/")[0] for path in inside)
+        return [{"type": "directory", "path": folder, "size": 0, "oid": ""} for folder in folders]
 
 
 def blob_oid(content: bytes) -> str:
@@ -261,22 +247,161 @@ def blob_oid(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def file_entry(path: str, content: bytes) -> dict:
-    return {"type": "file", "path": path, "size": len(content), "oid": blob_oid(content)}
+# -- its clients -----------------------------------------------------------------------------------
+
+PRELUDE = '''
+import hashlib, json, os, sys
+from pathlib import Path
+
+import torch
+from kernels import get_kernel, get_local_kernel
+
+def load(**options):
+    options = {"version": 1, "trust_remote_code": ["org/optimizer"], **options}
+    return get_kernel("org/optimizer", **options)
+
+def attempt(call, *args, **options):
+    """What is raised."""
+    try:
+        return f"loaded {call(*args, **options).__name__}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def train(optimizer):
+    """A digest of the weights after two steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    optim = optimizer.Muon(optimizer.get_default_muon_param_groups(model), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optim.step()
+        optim.zero_grad()
+    weights = b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
+    return hashlib.sha256(weights).hexdigest()
+
+def show(*values):
+    print(json.dumps(values))
+'''
 
 
-KERNEL = "/api/kernels/([^/]+/[^/]+)"
-ROUTES: dict[str, Callable[..., Any]] = {
-    "GET /api/organizations/([^/]+)/overview": RequestHandler.organization,
-    f"GET {KERNEL}": RequestHandler.information,
-    f"GET {KERNEL}/revision/([^/]+)": RequestHandler.information,
-    f"GET {KERNEL}/refs": RequestHandler.references,
-    f"GET {KERNEL}/tree/([^/]+)": RequestHandler.tree,
-    f"GET {KERNEL}/tree/([^/]+)/(.+)": RequestHandler.tree,
-    "GET /kernels/([^/]+/[^/]+)/resolve/([^/]+)/(.+)": RequestHandler.resolve,
-    "POST /api/repos/create": RequestHandler.create,
-    f"POST {KERNEL}/branch/([^/]+)": RequestHandler.create_branch,
-    f"POST {KERNEL}/preupload/([^/]+)": RequestHandler.preupload,
-    f"POST {KERNEL}/commit/([^/]+)": RequestHandler.commit,
-    "POST /api/validate-yaml": RequestHandler.validate_yaml,
+@dataclass
+class Client:
+    """A machine: its HF_HOME, and the Hub that it reaches."""
+
+    url: str
+    home: Path
+
+    def start(self, *command: object, **variables: str) -> "subprocess.Popen[str]":
+        # Nothing of the tests' own Hub settings, above all not the build under test.
+        foreign = ("HF_", "LOCAL_KERNELS", "KERNELS_", "GIT_", "DO_NOT_TRACK")
+        kept = {name: os.environ[name] for name in os.environ if not name.startswith(foreign)}
+        reached = {"HF_ENDPOINT": self.url, "HF_HOME": str(self.home), "NO_PROXY": "127.0.0.1"}
+        quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+        program, *arguments = map(str, command)
+        return subprocess.Popen(
+            [str(Path(sys.executable).parent / program), *arguments],
+            env={**kept, **reached, **quiet, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Jobs in the background are started deaf to interrupts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def run(self, *command: object, **variables: str) -> str:
+        """What a command of the environment prints."""
+        done = self.start(*command, **variables)
+        out, err = done.communicate()
+        assert done.returncode == 0, err
+        return out
+
+    def python(self, code: str, **variables: str) -> Any:
+        """What `code` shows last."""
+        printed = self.run(sys.executable, "-c", PRELUDE + code, **variables)
+        return json.loads(printed.splitlines()[-1])
+
+    def publishing(self, source: Path, *options: object) -> "subprocess.Popen[str]":
+        command = (sys.executable, PUBLISH, "--source", source, *options)
+        return self.start(*command, HF_TOKEN="writer")
+
+    def publish(self, source: Path, *options: object) -> tuple[str, str]:
+        done = self.publishing(source, *options)
+        out, err = done.communicate()
+        assert done.returncode == 0, err
+        return out, err
+
+    def refused(self, source: Path, *options: object) -> str:
+        """What publishing says that does not happen: one line, no traceback."""
+        done = self.publishing(source, *options)
+        _, told = done.communicate()
+        assert done.returncode == 1 and told.startswith("publish ") and told.count("\n") == 1, told
+        return told
+
+
+def commit(folder: Path) -> None:
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "all")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+    command = ["git", "-C", folder, *identity, *arguments]
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return done.stdout.strip()
+
+
+def branch(contents: Contents, name: str) -> Files:
+    return contents[KERNEL].files(name)
+
+
+CHANGES = {
+    "torch-ext/optimizer/muon.py": ("momentum: float = 0.95,", "momentum: float = 0.59,"),
+    "CARD.md": ("# ", "# Changed: "),
 }
+
+
+@dataclass
+class Releases:
+    """Checkouts, and what the Hub holds once they are published."""
+
+    sources: Path  # the first v1
+    changed_sources: Path  # v1 with other content
+    first: Contents
+    changed: Contents  # v1 republished
+
+
+@pytest.fixture(scope="session")
+def releases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("releases")
+    first, changed = folder / "first", folder / "changed"
+    for name in ("torch-ext", "benchmarks"):
+        shutil.copytree(ROOT / name, first / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (".gitignore", "build.toml", "CARD.md"):
+        shutil.copy(ROOT / name, first)
+    git(first, "init", "--quiet")
+    commit(first)
+    subprocess.run(["git", "clone", "--quiet", first, changed], check=True)
+    for file, (old, new) in CHANGES.items():
+        text = (changed / file).read_text()
+        assert old in text
+        (changed / file).write_text(text.replace(old, new, 1))
+    (changed / "benchmarks" / "tune.py").unlink()
+    commit(changed)
+    contents: list[Contents] = []
+    for source in (first, changed):
+        with Hub(contents[0] if contents else {}) as hub:
+            Client(hub.url, folder / "home").publish(source)
+            contents.append(hub.repositories)
+    return Releases(first, changed, *contents)
+
+
+@pytest.fixture
+def hub(releases):
+    with Hub(releases.first) as hub:
+        yield hub
+
+
+@pytest.fixture
+def client(hub, tmp_path):
+    return Client(hub.url, tmp_path / "home")

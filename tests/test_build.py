@@ -1,10 +1,5 @@
-"""What the Hub asks of a kernel: of build.toml, of the package's sources, and of what is built.
+"""What the Hub asks of a kernel: of build.toml, the tests, and what scripts/build.py builds."""
 
-The source gates run anywhere. Those that build need scripts/build.py, which the Hub's own builder
-leaves out.
-"""
-
-import ast
 import importlib.util
 import json
 import os
@@ -20,9 +15,9 @@ import pytest
 from kernels import Metadata, get_local_kernel
 from kernels.backends import _backend
 
-from checkout import PACKAGE, ROOT, SOURCES, each_source
-from hub_clients import commit, git
+from checkout import PACKAGE, ROOT, SOURCES
 from kernel import optimizer
+from loopback_hub import commit, git
 
 try:
     from kernels._rust import Build, Digest, DigestAlgorithm, DigestValidationError
@@ -34,9 +29,11 @@ BACKENDS = ["cpu", "cuda", "metal", "rocm", "xpu"]
 HERE = _backend().name
 CONFIG = tomllib.loads((ROOT / "build.toml").read_text())
 
-needs_build_script = pytest.mark.skipif(
-    not (BUILD_SCRIPT.exists() and shutil.which("git")), reason="needs scripts/build.py and git"
-)
+
+@pytest.fixture
+def needs_build_script():
+    if not (BUILD_SCRIPT.exists() and shutil.which("git")):
+        pytest.skip("needs scripts/build.py and git")
 
 
 @pytest.mark.kernels_ci
@@ -52,25 +49,17 @@ def test_build_toml_is_accepted_and_complete():
     }
 
 
-NIX_OPTIONS = {"build-users-group": "", "download-attempts": "1"}
-
-
 def accepted_by_nix(flake: Path) -> bool:
     """Whether Nix takes the lock file for complete, with no network and a store of its own."""
     folders = ("NIX_STORE_DIR", "NIX_STATE_DIR", "NIX_LOG_DIR", "NIX_CONF_DIR", "HOME")
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("XDG_")},
-        **{name: str(flake.parent / name) for name in folders},
-        "NIX_REMOTE": "local",
-        # Nix asks the network for what a lock lacks, --offline or not.
-        "https_proxy": "http://127.0.0.1:9",
-    }
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("XDG_")}
+    own = {name: str(flake.parent / name) for name in folders}
+    # Nix asks the network for what a lock lacks, --offline or not.
+    away = {"NIX_REMOTE": "local", "https_proxy": "http://127.0.0.1:9"}
+    options = ["--option", "build-users-group", "", "--option", "download-attempts", "1"]
     command = ["nix", "--extra-experimental-features", "nix-command flakes", "flake", "lock"]
-    command += ["--offline", "--no-update-lock-file", f"path:{flake}"]
-    command += [part for option in NIX_OPTIONS.items() for part in ("--option", *option)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    print(done.stderr)
-    return done.returncode == 0
+    command += ["--offline", "--no-update-lock-file", f"path:{flake}", *options]
+    return not subprocess.run(command, env={**kept, **own, **away}, check=False).returncode
 
 
 @pytest.mark.skipif(not shutil.which("nix"), reason="needs Nix (nix-bin)")
@@ -106,7 +95,6 @@ sys.modules["kernels._rust"] = None
 import pytest
 sys.exit(pytest.main([*sys.argv[1:], "-q", "-p", "no:cacheprovider"]))
 """
-# In the package's folder, by the builder.
 BUILDERS_OPS = """
 import torch
 
@@ -117,13 +105,15 @@ def add_op_namespace_prefix(op_name: str) -> str:
 """
 
 
-@pytest.fixture
-def in_the_builder(tmp_path):
-    """Runs pytest on what the builder takes of the sources, with its `kernels` and packages."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tests", ["tests -m kernels_ci", "tests/test_build.py tests/test_trust.py"]
+)
+def test_tests_pass_on_what_the_builder_takes_of_the_sources(needs_build_script, tmp_path, tests):
+    """With its `kernels` and its packages."""
     shutil.copy(ROOT / "build.toml", tmp_path)
-    suffixes = tomllib.loads((ROOT / "build.toml").read_text())["torch-noarch"]["pyext"]
     for file in (file for name in ("torch-ext", "tests") for file in (ROOT / name).rglob("*")):
-        if file.suffix.lstrip(".") in suffixes:
+        if file.suffix.lstrip(".") in CONFIG["torch-noarch"]["pyext"]:
             copied = tmp_path / file.relative_to(ROOT)
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copied)
@@ -131,111 +121,22 @@ def in_the_builder(tmp_path):
     given = re.search(r"pythonCheckInputs = python: \[(.*?)\]", (ROOT / "flake.nix").read_text())[1]
     others = {"numpy", "matplotlib", "rich", "hypothesis", "expecttest", "xdist", "triton"}
     absent = others - set(given.replace("python.", "").split())
-
-    def run(*arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-c", BUILDERS_PYTHON.format(absent=absent), *arguments],
-            # One thread, since threads that wait for a busy core take time of another.
-            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout[-3000:]
-
-    return run
-
-
-@needs_build_script
-@pytest.mark.slow
-def test_the_quick_tests_pass_in_the_builder(in_the_builder):
-    in_the_builder("tests", "-m", "kernels_ci")
-
-
-@needs_build_script
-@pytest.mark.slow
-def test_the_tests_of_sources_pass_beside_what_the_builder_generates(in_the_builder):
-    in_the_builder("tests/test_build.py", "tests/test_trust.py")
-
-
-@pytest.mark.kernels_ci
-def test_public_names_are_a_literal_list_that_starts_with_muon():
-    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
-    assigned = {ast.unparse(n.targets[0]): n.value for n in body if isinstance(n, ast.Assign)}
-    names = ast.literal_eval(assigned["__all__"])
-    assert isinstance(names, list) and names[0] == "Muon" and names == optimizer.__all__
-
-
-# Names that the standard library got after Python 3.9.
-NEWER_THAN_39 = {
-    *("Concatenate", "Never", "NotRequired", "ParamSpec", "Required", "Self", "TypeAlias"),
-    *("TypeGuard", "Unpack", "assert_never", "override"),
-    *("StrEnum", "aclosing", "batched", "bit_count", "pairwise", "tomllib"),
-}
-NEWER_ARGUMENTS = {"zip": {"strict"}, "dataclass": {"slots", "kw_only"}, "field": {"kw_only"}}
-
-
-@each_source
-def test_sources_are_python_39_and_name_operators_after_the_build(source):
-    tree = ast.parse(source.read_text(), feature_version=(3, 9))
-    nodes = list(ast.walk(tree))
-    future = {a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    if any(isinstance(node, ast.arg) and node.annotation for node in nodes):
-        assert "annotations" in future, "annotations are evaluated"
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    imported = (node.names for node in nodes if isinstance(node, ast.ImportFrom) and not node.level)
-    used |= {alias.name for names in imported for alias in names}
-    assert not used & NEWER_THAN_39
-    for call in (node for node in nodes if isinstance(node, ast.Call)):
-        name, first = ast.unparse(call.func), ast.unparse(call.args[0]) if call.args else ""
-        keywords = {keyword.arg for keyword in call.keywords}
-        newer = NEWER_ARGUMENTS.get(name.rpartition(".")[2], set())
-        assert not keywords & newer, f"line {call.lineno}: {name}"
-        if name in ("isinstance", "issubclass"):
-            assert not isinstance(call.args[1], ast.BinOp), f"line {call.lineno}: X | Y"
-        if name.endswith(("library.custom_op", "library.triton_op", "library.define")):
-            assert first.startswith("add_op_namespace_prefix('"), f"line {call.lineno}: {name}"
-        assert not name.endswith("torch.library.Library"), f"line {call.lineno}: {name}"
-
-
-# torch's own modules ask for devices when they are imported, so they come first.
-IMPORT_WITHOUT = """
-import sys
-import torch
-import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.tensor
-import torch._dynamo
-
-def refuse(*args, **kwargs):
-    raise AssertionError("device query at import")
-
-torch.cuda._lazy_init = refuse
-for module in (torch.cuda, torch.accelerator, torch.xpu, torch.mps, torch.backends.mps):
-    for name in ("is_available", "device_count", "current_device", "current_accelerator",
-                 "get_device_capability", "get_device_properties", "is_bf16_supported"):
-        if hasattr(module, name):
-            setattr(module, name, refuse)
-sys.path.insert(0, sys.argv[1])
-if sys.argv[2] == "triton":
-    sys.modules["triton"] = None
-import optimizer.muon
-if sys.argv[2] != "triton":  # what is imported later
-    import optimizer.triton_kernels.symmetric, optimizer.triton_kernels.elementwise
-"""
-
-
-@pytest.mark.parametrize("what", ["devices", "triton"])
-def test_the_package_imports_without(what):
-    if what == "devices" and importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
-    command = [sys.executable, "-c", IMPORT_WITHOUT, PACKAGE.parent, what]
-    subprocess.run(command, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILDERS_PYTHON.format(absent=absent), *tests.split()],
+        # One thread, since threads that wait for a busy core take time of another.
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 # -- what is built ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def builder():
+@pytest.fixture
+def builder(needs_build_script):
     spec = importlib.util.spec_from_file_location("build_script", BUILD_SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -243,7 +144,7 @@ def builder():
 
 
 @pytest.fixture
-def source(tmp_path, monkeypatch):
+def source(needs_build_script, tmp_path, monkeypatch):
     """A copy of the sources outside any checkout, free to be changed."""
     for name in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):  # set inside a git hook
         monkeypatch.delenv(name, raising=False)
@@ -264,7 +165,6 @@ def metadata_in(folder: Path) -> Metadata:
     return Metadata.read_from_file(folder / f"torch-{HERE}" / "metadata.json")
 
 
-@needs_build_script
 def test_variants_have_valid_digests_and_metadata(builder, source):
     output = source / "build"
     ids = builder.build(source, output)
@@ -273,11 +173,10 @@ def test_variants_have_valid_digests_and_metadata(builder, source):
         variant = output / f"torch-{backend}"
         written = json.loads((variant / "metadata.json").read_text())
         files = written.pop("digest")["files"]
-        assert written.pop("provenance") == {
-            "kernel-builder": {"version": "none (scripts/build.py)"}
-        }
+        provenance = {"kernel-builder": {"version": "none (scripts/build.py)"}}
         assert written == {
             **{"name": "optimizer", "version": 1, "license": "Apache-2.0", "id": build_id},
+            **{"provenance": provenance},
             **{"python-depends": [], "kernel-depends": [], "backend": {"type": backend}},
             **{"kernels-minver": "0.14.0", "source": CONFIG["general"]["source"]},
         }
@@ -289,17 +188,18 @@ def test_variants_have_valid_digests_and_metadata(builder, source):
             metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
 
 
-@needs_build_script
 def test_id_and_provenance_follow_the_content_and_nothing_else(builder, source, tmp_path):
     output, package = tmp_path / "output", source / "torch-ext" / "optimizer"
 
-    def build() -> tuple[str, bool]:
+    def build() -> str:
         (build_id,) = builder.build(source, output, [HERE])
-        assert metadata_in(output).id == build_id
-        return build_id, metadata_in(output).provenance.dirty
+        metadata = metadata_in(output)
+        assert metadata.id == build_id
+        assert metadata.provenance.dirty == build_id.endswith("_dirty")
+        return build_id
 
     first = build()
-    assert build() == first and first[1] is False
+    assert build() == first and not first.endswith("_dirty")
     (source / "README.md").write_text("not part of the package")
     (package / "_ops.py").write_text("# left by the Hub's builder")
     assert build() == first
@@ -307,21 +207,18 @@ def test_id_and_provenance_follow_the_content_and_nothing_else(builder, source, 
     assert build() == first
     assert metadata_in(output).provenance.kernel.commit == git(source, "rev-parse", "HEAD")
 
-    ids = {first}
-    init, data = package / "__init__.py", package / "data.py"
+    ids, init, data = [first], package / "__init__.py", package / "data.py"
     for change in (
         lambda: init.write_text(init.read_text() + "CHANGED = True\n"),
         lambda: data.write_text("{}"),
         lambda: data.rename(data.with_name("other.py")),
     ):
         change()
-        ids.add(build())
-        assert metadata_in(output).id.endswith("_dirty")
-    assert len(ids) == 4 and [dirty for _, dirty in sorted(ids)].count(True) == 3
-    assert sorted(path.name for path in output.iterdir()) == [f"torch-{HERE}"]
+        ids.append(build())
+    assert len(set(ids)) == 4 and all(each.endswith("_dirty") for each in ids[1:])
+    assert [path.name for path in output.iterdir()] == [f"torch-{HERE}"]
 
 
-@needs_build_script
 @pytest.mark.parametrize("what", ["ignored", "--assume-unchanged", "--skip-worktree", "link"])
 def test_a_build_tells_all_that_is_not_in_the_commit_and_a_release_leaves_it_out(
     builder, source, what
@@ -347,16 +244,13 @@ def test_a_build_tells_all_that_is_not_in_the_commit_and_a_release_leaves_it_out
     if what == "link":
         assert released.returncode and "optimizer/muon.py" in released.stderr
         return
-    variant, provenance = (
-        source / "build" / f"torch-{HERE}",
-        metadata_in(source / "build").provenance,
-    )
+    variant = source / "build" / f"torch-{HERE}"
     assert not (variant / "ignored.py").exists()
     assert (variant / "muon.py").read_bytes() == (PACKAGE / "muon.py").read_bytes()
+    provenance = metadata_in(source / "build").provenance
     assert provenance.kernel.commit == git(source, "rev-parse", "HEAD") and not provenance.dirty
 
 
-@needs_build_script
 def test_a_release_names_what_is_in_no_commit(builder, source):
     with pytest.raises(ValueError, match="git repository"):
         builder.export_commit(source, source / "exported")
@@ -375,26 +269,23 @@ def test_a_release_names_what_is_in_no_commit(builder, source):
         builder.export_commit(source, source / "exported")
 
 
-@needs_build_script
-@pytest.mark.parametrize("options", [[], ["--release"]], ids=["work tree", "release"])
-def test_clones_of_a_commit_give_the_same_bytes_under_any_umask_locale_and_time(
-    source, tmp_path, options
+def test_a_build_and_a_release_give_the_same_bytes_under_any_umask_locale_and_time(
+    source, tmp_path
 ):
     committed(source)
-    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     settings = [
-        (0o022, 1_000_000_000, {"LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "1"}),
-        (0o077, 2_000_000_000, {**ascii_only, "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "2"}),
+        (0o022, 10**9, [], "LC_ALL=C.UTF-8 TZ=UTC PYTHONHASHSEED=1"),
+        (0o077, 2 * 10**9, ["--release"], "LC_ALL=C PYTHONUTF8=0 TZ=Asia/Tokyo PYTHONHASHSEED=2"),
     ]
     builds = []
-    for umask, seconds, variables in settings:
+    for umask, seconds, options, variables in settings:
         clone = tmp_path / f"clone-{umask:o}"
         subprocess.run(["git", "clone", "--quiet", source, clone], check=True, umask=umask)
         for file in (clone / "torch-ext").rglob("*"):
             os.utime(file, (seconds, seconds))
         subprocess.run(
             [sys.executable, BUILD_SCRIPT, "--source", clone, "--backend", HERE, *options],
-            env={**os.environ, **variables},
+            env={**os.environ, **dict(pair.split("=") for pair in variables.split())},
             check=True,
             capture_output=True,
             umask=umask,
@@ -404,7 +295,6 @@ def test_clones_of_a_commit_give_the_same_bytes_under_any_umask_locale_and_time(
     assert len(builds[0]) > len(SOURCES) and builds[0] == builds[1]
 
 
-@needs_build_script
 def test_parallel_builds_leave_one_whole_build(builder, source, tmp_path):
     sources = [tmp_path / f"source-{index}" for index in range(4)]
     for root in sources:
@@ -420,7 +310,6 @@ def test_parallel_builds_leave_one_whole_build(builder, source, tmp_path):
     assert [path.name for path in output.iterdir()] == [f"torch-{HERE}"]
 
 
-@needs_build_script
 def test_two_builds_in_one_process_keep_their_submodules_apart(builder, source, tmp_path):
     for mark in ("first", "second"):
         for file in (source / "torch-ext").rglob("*.py"):
@@ -429,9 +318,7 @@ def test_two_builds_in_one_process_keep_their_submodules_apart(builder, source, 
         loaded = get_local_kernel(tmp_path / mark)
         assert loaded.__name__ == build_id and loaded.__name__ != optimizer.__name__
         assert all(hasattr(loaded, name) for name in loaded.__all__)  # loads what is used seldom
-        modules = {
-            name: sys.modules[name] for name in sys.modules if name.split(".")[0] == build_id
-        }
+        modules = {name: m for name, m in sys.modules.items() if name.split(".")[0] == build_id}
         assert modules.pop(f"{build_id}._ops").add_op_namespace_prefix("op") == f"{build_id}::op"
         assert f"{build_id}.muon" in modules
         assert {module.BUILD_MARK for module in modules.values()} == {mark}
