@@ -23,11 +23,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from breaking import refused
 from counters import count
 from kernel import optimizer
-from layouts import EXACT, Group, Twins, Weight, case, whole
+from layouts import EXACT, Group, Twins, Weight, case, part, whole
 from models import Attention
-from ranks import on_ranks, rank_outcomes, run_ranks
+from ranks import on_ranks, run_ranks
 
 THRESHOLD = 6.0
 HEADS = 4
@@ -35,20 +36,19 @@ LOGITS = torch.tensor([3.0, 7.5, 24.0, 600.0])  # one too small, one clipped to 
 
 
 class Recorder:
-    """Has seen every head's largest logit on one rank only."""
+    """Has seen every so many heads' largest logit, on each rank those of others."""
 
-    def __init__(self, logits: torch.Tensor, rank: int, ranks: int):
-        seen = torch.arange(len(logits)) % ranks == rank
-        self.logits = torch.where(seen, logits, logits.clamp(max=1.0) - rank)
+    def __init__(self, rank: int, ranks: int):
+        seen = torch.arange(HEADS) % ranks == rank
+        self.logits = torch.where(seen, LOGITS, LOGITS.clamp(max=1.0) - rank)
 
-    def take(self):
+    def take(self) -> dict[int, torch.Tensor]:
         return {0: self.logits}
 
 
 GROUPED = {"head_dim": 6}
 LATENT = {"is_mla": True, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
 FUSED = {"head_dim": 4, "row_map": {"wqkv": "(group (q=8 + k=4 + v=4)) dim"}}
-STACKED = {"head_dim": 4, "row_map": {"wqkv": "(q=16 + k=8 + v=8) dim"}}
 
 # Names and shapes, of weights, then of biases.
 KINDS = {
@@ -59,55 +59,49 @@ KINDS = {
 }
 
 
-def groups_of(kind: str, mesh, dims, nested=False, dtype=torch.float32, **options) -> list[Group]:
+def groups_of(kind: str, mesh: Any, dims: tuple[Any, ...], **options: Any) -> list[Group]:
     _, weights, biases = KINDS[kind]
-    placed = [Weight(shape, mesh, dims, nested, dtype) for shape in weights.values()]
-    names, more = ([f"layers.0.attention.{name}" for name in of] for of in (weights, biases))
-    groups = [Group(placed, options, names)]
-    if biases and all(dim in (0, None) for dim in dims):
-        ones = [Weight(shape, mesh, dims, nested, dtype) for shape in biases.values()]
-        groups.append(Group(ones, {"use_muon": False}, more))
-    return groups
+    dtype = options.pop("dtype", torch.float32)
+
+    def group(shapes: dict[str, tuple[int, ...]], **of_group: Any) -> Group:
+        placed = [Weight(shape, mesh, dims, dtype=dtype) for shape in shapes.values()]
+        return Group(placed, of_group, [f"layers.0.attention.{name}" for name in shapes])
+
+    groups = [group(weights, **options)]
+    return [*groups, group(biases, use_muon=False)] if biases and 1 not in dims else groups
+
+
+MESHES = {2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)]}
+VARIANTS: list[dict[str, Any]] = [
+    {"dtype": torch.bfloat16, "momentum_dtype": torch.float32},
+]
 
 
 def step_clipped(ranks: int) -> None:
     """Every kind on every mesh, cut in every way; and whole, in a process group."""
     meshes = {sizes: init_device_mesh("cpu", sizes) for sizes in MESHES[ranks]}
-    cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    cuts: list[Any] = [
         (sizes, dims, {})
         for sizes in meshes
         for dims in itertools.product((None, 0, 1), repeat=len(sizes))
     ]
-    cases += [((ranks,), (0,), options) for options in VARIANTS]
-    cases.append((None, (), {"process_group": dist.group.WORLD}))
+    cuts += [((ranks,), (0,), of_group) for of_group in VARIANTS]
+    cuts.append((None, (), {}))
+    splits = [((ranks,), (0,), {"split": split}) for split in ([16, 8, 8], 4)]
     for kind, (config, _, _) in KINDS.items():
-        for sizes, dims, more in cases:
-            with case(f"{kind} on {sizes}, {dims}, {more}"):
-                of_group = {key: more[key] for key in ("split", "dtype") if key in more}
-                if "split" in of_group and kind != "fused":
-                    continue
-                options = {**EXACT, "expert_keys": ["wq", "wk"]}
+        for sizes, dims, of_group in cuts + splits if kind == "fused" else cuts:
+            with case(f"{kind} on {sizes}, {dims}, {of_group}"):
+                options = {**EXACT, "expert_keys": ["wq", "wk"], "chunk_size": 1}
                 options["clip_config"] = {"threshold": THRESHOLD, **config}
-                options |= {key: value for key, value in more.items() if key not in of_group}
-                reference = {**options, "process_group": None}
+                told = {} if sizes else {"process_group": dist.group.WORLD}
                 groups = groups_of(kind, sizes, dims, **of_group)
-                twins = Twins.placed(groups, meshes, options, reference)
-                twins.ours.qk_recorder = Recorder(LOGITS, dist.get_rank(), ranks)
-                twins.reference.qk_recorder = Recorder(LOGITS, 0, 1)
+                twins = Twins.placed(groups, meshes, {**options, **told}, options)
+                twins.ours.qk_recorder = Recorder(dist.get_rank(), ranks)
+                twins.reference.qk_recorder = Recorder(0, 1)
                 twins.step()
                 twins.compare()
                 ours, plain = (o.qk_clip_stats() for o in (twins.ours, twins.reference))
                 assert ours == plain and ours["total_clipped"] == 9
-
-
-MESHES = {2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)]}
-VARIANTS: list[dict[str, Any]] = [
-    {"beta2": 0.9, "chunk_size": 1},
-    {"momentum_dtype": torch.bfloat16},
-    {"dtype": torch.bfloat16, "momentum_dtype": torch.float32},
-    {"split": [16, 8, 8]},
-    {"split": 4},
-]
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
@@ -118,20 +112,18 @@ def test_rows_columns_strides_and_replicas_are_clipped_as_on_one_device(ranks):
 # -- how logits come ---------------------------------------------------------------------------
 
 
-def plain_pair(mesh: DeviceMesh | None, dims=(0,)) -> tuple[list[DTensor], Any]:
-    shapes = [("wq", (24, 16)), ("wk", (12, 16))]
-    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    params = [
-        nn.Parameter(DTensor.from_local(torch.ones(shape), mesh, [Replicate()] * mesh.ndim))
-        for _, shape in shapes
-    ]
-    params = [nn.Parameter(p.detach().redistribute(mesh, placements)) for p in params]
+PAIR = ["layers.0.attention.wq.weight", "layers.0.attention.wk.weight"]
+CONFIG = {"head_dim": 6, "threshold": THRESHOLD}
+
+
+def plain_pair(mesh: DeviceMesh, dims: Sequence[int] = (0,)) -> tuple[list[nn.Parameter], Any]:
+    """Of ones, and their optimizer."""
+    shapes, placements = [(24, 16), (12, 16)], [Shard(dim) for dim in dims]
+    params = [nn.Parameter(part(torch.ones(shape), mesh, placements)) for shape in shapes]
     for p in params:
         p.grad = torch.zeros_like(p)
-    names = [f"layers.0.attention.{name}.weight" for name, _ in shapes]
-    group = {"params": params, "names": names, "use_muon": True, "none_grad": False}
-    config = {"head_dim": 6, "threshold": THRESHOLD}
-    return params, optimizer.Muon([group], lr=0.0, clip_config=config)
+    group = {"params": params, "names": PAIR, "use_muon": True, "none_grad": False}
+    return params, optimizer.Muon([group], lr=0.0, clip_config=CONFIG)
 
 
 def expected_rows() -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,32 +170,24 @@ def test_logits_that_are_dtensors() -> None:
         optim.step(qk_logits={0: shard})
 
 
-def collectives_of_many_layers() -> tuple[int, float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    named = []
-    for layer in range(6):
-        for name in ("wq", "wk"):
-            p = nn.Parameter(DTensor.from_local(torch.randn(8, 8), mesh, [Shard(0)]))
-            p.grad = torch.zeros_like(p)
-            named.append((f"layers.{layer}.{name}.weight", p))
-    group = {"params": named, "use_muon": True, "none_grad": False}
-    counts = []
-    for logits in (None, {layer: torch.ones(4) for layer in range(6)}):
-        optim = optimizer.Muon([dict(group)], clip_config={"head_dim": 4})
-        optim.set_qk_logits(logits)
-        optim.step()
-        optim.set_qk_logits(logits)
-        counts.append(count(optim.step))
-    added = [c for c in counts[1].messages if "allreduce" in c.name.replace("_", "")]
-    assert len(counts[1].messages) == len(counts[0].messages) + 1
-    return len(added), added[0].sent
-
-
 @pytest.mark.filterwarnings("ignore:clip_config")
-def test_maxima_of_all_layers_travel_in_one_collective():
-    ranks = 2
-    per_rank = 2 * 4 * (6 * 4) * (ranks - 1) / ranks  # fp32
-    assert run_ranks(collectives_of_many_layers, ranks) == [(1, per_rank)] * ranks
+@on_ranks(2)
+def test_maxima_of_all_layers_travel_in_one_collective() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    names = [f"layers.{layer}.{name}.weight" for layer in range(6) for name in ("wq", "wk")]
+    params = [nn.Parameter(part(torch.ones(16, 8), mesh, [Shard(0)])) for _ in names]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    group = {"params": params, "names": names, "use_muon": True, "none_grad": False}
+    optim = optimizer.Muon([group], clip_config={"head_dim": 4})
+    optim.step()
+    without, with_logits = (
+        count(lambda: optim.step(qk_logits=logits)).messages  # noqa: B023
+        for logits in (None, {layer: torch.ones(4) for layer in range(6)})
+    )
+    (added,) = [c for c in with_logits if "allreduce" in c.name.replace("_", "")]
+    assert len(with_logits) == len(without) + 1
+    assert added.sent == 2 * 4 * (6 * 4) / 2  # fp32
 
 
 @on_ranks(2)
@@ -212,19 +196,13 @@ def test_reducing_by_hand() -> None:
     logits = {"a": torch.tensor([1.0, rank]), 3: torch.tensor([-rank, torch.inf, 2.0])}
     logits["n"] = torch.tensor([torch.nan if rank == 1 else 5.0]).bfloat16()
     reduced = optimizer.qk_clip.reduce_qk_logits(logits)
-    assert {key: value.tolist() for key, value in reduced.items()} == {
-        "a": [1.0, 1.0],
-        3: [0.0, torch.inf, 2.0],
-        "n": [torch.inf],
-    }
+    expected = {"a": [1.0, 1.0], 3: [0.0, torch.inf, 2.0], "n": [torch.inf]}
+    assert [(key, value.tolist()) for key, value in reduced.items()] == [*expected.items()]
     assert logits["a"].tolist() == [1.0, rank]
-    assert list(reduced) == list(logits)
     assert optimizer.qk_clip.reduce_qk_logits({}) == {}
-    with pytest.raises(ValueError, match="layer 2 must be a plain tensor of all heads, found None"):
+    with pytest.raises(ValueError, match=r"layer 2 .*None"):
         optimizer.qk_clip.reduce_qk_logits({2: None})
-    other = (
-        {key: logits[key] for key in ("a", 3)} if rank else {key: logits[key] for key in (3, "a")}
-    )
+    other = {key: logits[key] for key in (("a", 3) if rank else (3, "a"))}
     again = optimizer.qk_clip.reduce_qk_logits(other)
     assert again["a"].tolist() == [1.0, 1.0] and list(again) == list(other)
 
@@ -236,21 +214,19 @@ def test_plain_parameters_that_nobody_knows_to_be_shared() -> None:
     params, _ = plain_pair(mesh)
     bias = nn.Parameter(torch.ones(24))
     bias.grad = torch.zeros(24)
-    names = ["layers.0.attention.wq.weight", "layers.0.attention.wk.weight"]
     groups = [
         {"params": [("layers.0.attention.wq.bias", bias)], "use_muon": False},
-        {"params": params, "names": names, "use_muon": True},
+        {"params": params, "names": PAIR, "use_muon": True},
     ]
-    config = {"head_dim": 6, "threshold": THRESHOLD}
-    optim = optimizer.Muon(groups, lr=0.0, clip_config=config)
-    optim.step(qk_logits=Recorder(LOGITS, dist.get_rank(), 2).take())
+    optim = optimizer.Muon(groups, lr=0.0, clip_config=CONFIG)
+    optim.step(qk_logits=Recorder(dist.get_rank(), 2).take())
     assert_clipped(params)
     torch.testing.assert_close(bias.detach(), expected_rows()[0])
     whole = [nn.Parameter(torch.ones(p.shape)) for p in params]
     for p in whole:
         p.grad = torch.zeros_like(p)
-    group = {"params": whole, "names": names, "use_muon": True}
-    optim = optimizer.Muon([group], lr=0.0, clip_config=config)
+    group = {"params": whole, "names": PAIR, "use_muon": True}
+    optim = optimizer.Muon([group], lr=0.0, clip_config=CONFIG)
     reduced = optimizer.qk_clip.reduce_qk_logits({0: LOGITS})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -273,47 +249,33 @@ def test_a_rank_outside_of_the_mesh() -> None:
 # -- ranks that disagree -----------------------------------------------------------------------
 
 
-def step_with(what: str) -> None:
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
-    params, optim = plain_pair(mesh)
-    good = {0: LOGITS}
-    logits = {
-        "none on one rank": good if rank else None,
-        "too few on one rank": good if rank else {0: LOGITS[:3]},
-        "an unknown layer on one rank": good if rank else {**good, 5: LOGITS},
-    }.get(what, good)
-    if what == "another threshold on one rank":
-        names = optim.names
-        groups = [{**g, "names": n} for g, n in zip(optim.param_groups, names)]
-        optim = optimizer.Muon(groups, lr=0.0, clip_config={"head_dim": 6, "threshold": 5 + rank})
-    if what == "a recorder that fails on one rank" and rank == 0:
-        optim.qk_recorder = FailingRecorder()
-        logits = None
-    try:
-        optim.step(qk_logits=logits)
-    finally:
-        assert all((p.to_local() == 1).all() for p in params) and not optim.state
-
-
 class FailingRecorder:
-    def take(self):
+    def take(self) -> Any:
         raise ValueError("no attention was seen")
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("none on one rank", "QK-Clip of layer 0"),
-        ("too few on one rank", "layer 0 "),
-        ("an unknown layer on one rank", "qk_logits has 5"),
-        ("another threshold on one rank", "threshold 5"),
-        ("a recorder that fails on one rank", "no attention was seen"),
-    ],
-)
-def test_all_ranks_raise_before_anything_moved(what, message):
-    for outcome in rank_outcomes(step_with, 2, what):
-        assert outcome.error == "ValueError"
-        assert message in outcome.message
+GOOD = {0: LOGITS}
+# What one rank has instead of these logits or options, and words of the error on both.
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({"logits": None}, "QK-Clip of layer 0"),
+    "too few": ({"logits": {0: LOGITS[:3]}}, "layer 0 "),
+    "an unknown layer": ({"logits": {**GOOD, 5: LOGITS}}, "qk_logits has 5"),
+    "another threshold": ({"threshold": 5}, "threshold 5"),
+    "a recorder that fails": ({"recorder": FailingRecorder()}, "no attention was seen"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@on_ranks(2)
+def test_what_one_rank_has_otherwise_raises_on_all_before_anything_moved(odd: str) -> None:
+    own, words = ODD[odd]
+    own = own if dist.get_rank() == 0 else {}
+    params, _ = plain_pair(init_device_mesh("cpu", (2,)))
+    group = {"params": params, "names": PAIR, "use_muon": True}
+    config = {"head_dim": 6, "threshold": own.get("threshold", THRESHOLD)}
+    optim = optimizer.Muon([group], lr=0.0, clip_config=config)
+    optim.qk_recorder = own.get("recorder")
+    refused(optim, words, qk_logits=None if "recorder" in own else own.get("logits", GOOD))
 
 
 # -- models whose logits are recorded ------------------------------------------------------------
@@ -333,7 +295,7 @@ class Model(nn.Module):
         return x
 
 
-def shard(model: nn.Module, layout: str) -> dict[str, Any]:
+def shard(model: Any, layout: str) -> dict[str, Any]:
     """Shards it; what its optimizer has to be told."""
     if layout == "DDP":
         return {"process_group": dist.group.WORLD}
@@ -344,34 +306,51 @@ def shard(model: nn.Module, layout: str) -> dict[str, Any]:
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], {**plan, "wo": RowwiseParallel()})
     policy: dict[str, Any] = {}
-    if layout == "offloaded":
+    if "offloaded" in layout:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp"], **policy)
-    fully_shard(model, mesh=mesh["dp"], **policy)
+    of_projections = [layer.wq for layer in model.layers if "of projections" in layout]
+    for module in (*of_projections, *model.layers, model):
+        fully_shard(module, mesh=mesh["dp"], **policy)
     return {}
 
 
-def train_recorded(layout: str, checkpointed: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("FSDP2, checkpointed", 2),
+        ("FSDP2 of projections, offloaded, hooked before", 2),
+        ("DDP", 2),
+        ("TP", 2),
+        ("FSDP2 over TP, hooked before", 4),
+        ("FSDP2 of projections over TP", 4),
+        pytest.param("FSDP2 over TP, checkpointed", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_models_on_ranks_are_clipped_as_one_model_is(layout, ranks):
+    run_ranks(train_recorded, ranks, layout)
+
+
+def train_recorded(layout: str) -> None:
     """Two micro-batches a step, of which each data-parallel rank sees its part."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model, twin = Model(), Model()
-    options = {"lr": 0.02, "clip_config": {"head_dim": 6, "threshold": 4.0}, **EXACT}
+    recorders = [optimizer.QKLogitRecorder(m) for m in (model, twin)]
     told = shard(model, layout)
-    if layout == "DDP":
-        model = DistributedDataParallel(model)
+    called: Any = DistributedDataParallel(model) if layout == "DDP" else model
+    if "hooked before" not in layout:
+        recorders[0] = optimizer.QKLogitRecorder(called)
+    if "checkpointed" in layout:
+        called = functools.partial(checkpoint, called, use_reentrant=False)
+    options = {"lr": 0.02, "clip_config": {"head_dim": 6, "threshold": 4.0}, **EXACT}
     optims = []
-    for m, more in ((model, told), (twin, {})):
+    for m, more, recorder in zip((model, twin), (told, {}), recorders):
         groups = optimizer.muon.get_default_muon_param_groups(m)
         optims.append(optimizer.Muon(groups, **options, **more))
-        optims[-1].qk_recorder = optimizer.QKLogitRecorder(m)
-    parts, part = (ranks // 2, rank // 2) if "TP" in layout else (ranks, rank)
+        optims[-1].qk_recorder = recorder
+    shards, own = (ranks // 2, rank // 2) if "TP" in layout else (ranks, rank)
     for step in range(3):
-        x = torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(step))
-        for micro in x:
-            own = micro.chunk(parts)[part]
-            forward = functools.partial(checkpoint, use_reentrant=False) if checkpointed else call
-            forward(model, own).square().mean().backward()
+        for micro in torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(step)):
+            called(micro.chunk(shards)[own]).square().mean().backward()
             twin(micro).square().mean().backward()
         for optim in optims:
             optim.step()
@@ -381,15 +360,3 @@ def train_recorded(layout: str, checkpointed: bool) -> None:
         assert ours["max_logit"] == pytest.approx(plain["max_logit"], rel=1e-5)
     for p, q in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(whole(p), q, rtol=1e-4, atol=1e-5)
-
-
-def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x)
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [("FSDP2", 2), ("offloaded", 2), ("DDP", 2), ("TP", 2), ("FSDP2 over TP", 4)],
-)
-def test_models_on_ranks_are_clipped_as_one_model_is(layout, ranks):
-    run_ranks(train_recorded, ranks, layout, checkpointed=layout == "FSDP2")
