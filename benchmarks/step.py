@@ -55,7 +55,7 @@ from timing import (
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
-from counters import transient_bytes
+import counters
 from planner.architectures import MODELS, weights_of
 
 OURS, THEIRS, ADAMW = "Muon (this package)", "torch.optim.Muon", "AdamW (fused)"
@@ -222,7 +222,8 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
         ratio = f"{least / min(seconds[THEIRS]):.3f}" if THEIRS in seconds else "–"
         transient = flops = "–"
         if name != DION:
-            transient = f"{transient_bytes(optimizer) / (numel * dtype.itemsize):.2f}"
+            peak_bytes = counters.count(optimizer.step).peak_bytes
+            transient = f"{peak_bytes / (numel * dtype.itemsize):.2f}"
         if name in (OURS, THEIRS):
             done = forms if name == OURS and unseen else counted_flops(optimizer)
             flops = f"{done / plain:.3f}"

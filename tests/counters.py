@@ -8,8 +8,6 @@ network, its own piece not counted, with the formulas of bandwidth-optimal algor
     reduce-scatter of n     n · (P − 1) / P: a partial sum for each piece of the others
     all-reduce of n         2 · n · (P − 1) / P: a reduce-scatter, then an all-gather
     broadcast of n          n · (P − 1), on its root
-    scatter of n            n · (P − 1) / P, on its root
-    gather, reduce of n     n, on all but its root
 
 Seen is what passes torch's dispatcher: calls of `torch.distributed`, of process groups and of
 DTensor. Of what goes straight to a backend, `count` sees the all-gathers of `ProcessGroupGloo`, by
@@ -26,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -48,10 +45,6 @@ class Collective:
     ranks: int
     sent: float
     notes: bool
-
-    @property
-    def is_all_to_all(self) -> bool:
-        return _plain(self.name).startswith("alltoall")
 
 
 class Counter(TorchDispatchMode):
@@ -94,15 +87,6 @@ class Counter(TorchDispatchMode):
     @property
     def sent(self) -> float:
         return sum(c.sent for c in self.messages)
-
-    @property
-    def sent_in_notes(self) -> float:
-        return sum(c.sent for c in self.collectives if c.notes)
-
-    @property
-    def chunks(self) -> float:
-        """All-to-alls there and back."""
-        return sum(c.is_all_to_all for c in self.messages) / 2
 
     def _meet(self, tensor: Tensor, is_new: bool) -> None:
         storage = tensor.untyped_storage()
@@ -210,11 +194,6 @@ def _count_raw_gloo(counter: Counter) -> Iterator[None]:
         backend.alltoall_base = alltoall
 
 
-def transient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The most a step holds beyond what was there before it."""
-    return count(optimizer.step).peak_bytes
-
-
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """All that own memory: a wrapper's storage is none."""
     for leaf in tree_leaves(tree):
@@ -245,7 +224,6 @@ def _collective(func: Any, args: Any, kwargs: Any) -> Collective:
 
 def _sent(name: str, named: dict[str, Any], inputs: Any, group: dist.ProcessGroup) -> float:
     ranks, rank, n, kind = group.size(), group.rank(), _nbytes(inputs), _plain(name)
-    is_root = rank == named.get("root_rank", named.get("src"))
     if name == "alltoall_":  # the tensors of a list need not be equal
         return n - _nbytes(inputs[rank])
     if "alltoall" in kind:
@@ -258,13 +236,7 @@ def _sent(name: str, named: dict[str, Any], inputs: Any, group: dist.ProcessGrou
     if "reducescatter" in kind:
         return n * (ranks - 1) / ranks
     if "broadcast" in kind:
-        return n * (ranks - 1) if is_root else 0
-    if kind == "scatter":
-        return n * (ranks - 1) / ranks if is_root else 0
-    if kind in ("gather", "reduce"):
-        return 0 if is_root else n
-    if kind in ("send", "isend"):
-        return n
+        return n * (ranks - 1) if rank == named.get("root_rank", named.get("src")) else 0
     raise NotImplementedError(f"no formula for the bytes of {name}")
 
 

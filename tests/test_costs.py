@@ -11,21 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from counters import RefusesToRead, calls_by_file, count, transient_bytes
+from counters import RefusesToRead, calls_by_file, count
 from kernel import as_arguments, optimizer
-from layouts import local
-from ranks import run_ranks
+from layouts import local, params_of, part, set_gradients
+from ranks import on_ranks, run_ranks
 
 
 def transformer(layers: int, dim: int, ffn: int) -> list[torch.nn.Parameter]:
     shapes = layers * ([(dim, dim)] * 4 + [(ffn, dim), (ffn, dim), (dim, ffn)])
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    for param in params:
-        param.grad = torch.randn_like(param)
+    set_gradients(params)
     return params
 
 
@@ -36,17 +35,12 @@ def make(params, **options):
 
 
 def test_a_step_is_few_python_calls():
-    matrices, vectors = (
-        [nn.Parameter(torch.randn(shape)) for _ in range(count)]
-        for count, shape in ((4, (64, 64)), (6, (64,)))
-    )
     groups = [
-        {"params": matrices, "use_muon": True},
-        {"params": vectors, "use_muon": False},
+        {"params": [nn.Parameter(torch.randn(64, 64)) for _ in range(4)], "use_muon": True},
+        {"params": [nn.Parameter(torch.randn(64)) for _ in range(6)], "use_muon": False},
     ]
     optim = optimizer.Muon(groups, none_grad=False)
-    for param in (*matrices, *vectors):
-        param.grad = torch.randn_like(param)
+    set_gradients(params_of(optim))
     optim.step(), optim.step()
     calls = calls_by_file(optim.step, Path(optimizer.__file__).parent)
     assert 50 < sum(calls.values()) <= 260, calls  # 250 with torch 2.13 and Python 3.11
@@ -61,10 +55,8 @@ def test_flops_of_a_step_equal_the_formula(family, squares):
     optim = make(params, ns_coefficients=family)
     with FlopCounterMode(display=False) as counter:
         optim.step()
-    expected = 0
-    for param in params:
-        s, long = sorted(param.shape)
-        expected += 20 * s * s * long + squares * 2 * s**3
+    sides = [sorted(param.shape) for param in params]
+    expected = sum(20 * s * s * long + squares * 2 * s**3 for s, long in sides)
     assert counter.get_total_flops() == expected
 
 
@@ -78,7 +70,7 @@ def test_transient_memory_stays_under_one_and_a_half_times_the_weights(options):
     optim = make(params, **options)
     optim.step()
     weights = sum(p.numel() * p.element_size() for p in params)
-    assert transient_bytes(optim) <= 1.5 * weights
+    assert count(optim.step).peak_bytes <= 1.5 * weights
 
 
 def test_smaller_chunks_take_less_memory():
@@ -87,7 +79,7 @@ def test_smaller_chunks_take_less_memory():
     for chunk_size in (1, 4, 16):
         optim = make(params, chunk_size=chunk_size)
         optim.step()
-        taken.append(transient_bytes(optim))
+        taken.append(count(optim.step).peak_bytes)
     assert taken[0] < taken[1] < taken[2]
 
 
@@ -95,10 +87,10 @@ def test_memory_does_not_grow_over_steps():
     params = transformer(1, 64, 128)
     optim = make(params, beta2=0.9)
     optim.step()
-    first = transient_bytes(optim)
+    first = count(optim.step).peak_bytes
     for _ in range(5):
         optim.step()
-    assert transient_bytes(optim) == first
+    assert count(optim.step).peak_bytes == first
 
 
 # Traffic and memory on ranks.
@@ -115,16 +107,15 @@ def cost_of_a_step(
     """Of matrices that a mesh's dimensions cut as told; without ``dims`` they are plain."""
     device_mesh, names = init_device_mesh("cpu", mesh), [f"experts.{i}" for i in range(len(shapes))]
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    tensors: list[Any] = [torch.zeros(shape) for shape in shapes]
     if dims:
-        whole = [distribute_tensor(p.detach(), device_mesh, placements) for p in params]
-        params = [nn.Parameter(p) for p in whole]
+        tensors = [part(tensor, device_mesh, placements) for tensor in tensors]
     else:
         options = {"process_group": dist.group.WORLD, **options}
+    params = [nn.Parameter(tensor) for tensor in tensors]
     group = {"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}
     optim = optimizer.Muon([{**group, "none_grad": False}], **as_arguments(options))
-    for p in params:
-        p.grad = torch.ones_like(p)
+    set_gradients(params)
     for _ in range(2):  # before the first step replicas compare what they hold
         counter = count(optim.step)
     state = [value for own in optim.state.values() for value in own.values()]
@@ -217,34 +208,26 @@ def test_transient_memory_on_ranks_is_bounded_by_chunks_and_the_largest_matrix(m
         assert cost["peak"] <= most
 
 
-def groups_made_by_steps() -> list[int]:
+@on_ranks(4)
+def test_groups_of_a_mesh_and_of_the_world_serve_where_they_have_these_ranks() -> None:
     """For matrices that share ranks with a row of a mesh, with a column, and with all ranks."""
     mesh = init_device_mesh("cpu", (2, 2))
     of = [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(1)]]
-    params = [nn.Parameter(distribute_tensor(torch.zeros(8, 8), mesh, p)) for p in of]
+    params = [nn.Parameter(part(torch.zeros(8, 8), mesh, placements)) for placements in of]
     before = len(dist.distributed_c10d._world.pg_map)
     optim = make(params)
-    for p in params:
-        p.grad = torch.ones_like(p)
+    set_gradients(params)
     optim.step()
-    return [len(dist.distributed_c10d._world.pg_map) - before]
+    assert len(dist.distributed_c10d._world.pg_map) == before
 
 
-def test_groups_of_a_mesh_and_of_the_world_serve_where_they_have_these_ranks():
-    assert run_ranks(groups_made_by_steps, 4) == 4 * [[0]]
-
-
-def replicas_peak() -> list[int]:
+@on_ranks(2)
+def test_replicas_convert_updates_of_all_owners_span_by_span() -> None:
+    """Their copies in fp32, all at once, would take as much as the weights."""
     params = transformer(8, 256, 1024)
     optim = make(params, process_group=dist.group.WORLD, ns_dtype=torch.bfloat16)
     optim.step()
-    return [count(optim.step).peak_bytes, sum(p.numel() * p.element_size() for p in params)]
-
-
-def test_replicas_convert_updates_of_all_owners_span_by_span():
-    """Their copies in fp32, all at once, would take as much as the weights."""
-    for peak, weights in run_ranks(replicas_peak, 2):
-        assert peak < weights
+    assert count(optim.step).peak_bytes < sum(p.nbytes for p in params)
 
 
 @pytest.mark.parametrize(
@@ -260,37 +243,33 @@ def test_replicas_convert_updates_of_all_owners_span_by_span():
     ],
     ids=lambda options: "-".join(options) or "defaults",
 )
-def test_a_step_on_ranks_reads_nothing_from_the_device(options):
-    run_ranks(step_without_reading, 1, options)
-
-
-def step_without_reading(options):
+@on_ranks(1)
+def test_a_step_on_ranks_reads_nothing_from_the_device(options: dict[str, Any]) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)  # no notes to read
-    mesh = init_device_mesh("cpu", (4,))
-    whole = nn.Parameter(torch.randn(6, 8))
-    rows, columns = (
-        nn.Parameter(distribute_tensor(torch.randn(10, 12), mesh, [Shard(d)])) for d in (0, 1)
-    )
-    replicas = init_device_mesh("cpu", (2, 2))
-    both = nn.Parameter(distribute_tensor(torch.randn(8, 12), replicas, [Replicate(), Shard(0)]))
-    other = nn.Parameter(torch.randn(40, 50))
-    for param in (whole, rows, columns, both, other):
-        param.grad = torch.randn_like(param)
-    options = {k: dist.group.WORLD if v == "world" else v for k, v in options.items()}
-    names = ["whole", "layers.0.wq.weight", "layers.0.wk.weight", "both"]
-    muon = {"params": [whole, rows, columns, both], "names": names}
-    groups = [
-        {**muon, "use_muon": True, "split": 2},
-        {"params": [("layers.1.wq.weight", other)], "use_muon": False},
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    tensors = [
+        torch.ones(6, 8),
+        part(torch.ones(10, 12), line, [Shard(0)]),
+        part(torch.ones(10, 12), line, [Shard(1)]),
+        part(torch.ones(8, 12), square, [Replicate(), Shard(0)]),
+        torch.ones(40, 50),
     ]
-    if "use_distributed_muon" not in options:  # the reference clips nothing
-        options["clip_config"] = {"head_dim": 5, "threshold": 1.0}
-    optim = optimizer.Muon(groups, **as_arguments(options))
+    names = ["whole", "layers.0.wq.weight", "layers.0.wk.weight", "both", "layers.1.wq.weight"]
+    named = [(name, nn.Parameter(tensor)) for name, tensor in zip(names, tensors)]
+    set_gradients(p for _, p in named)
+    groups = [
+        {"params": named[:4], "use_muon": True, "split": 2},
+        {"params": named[4:], "use_muon": False},
+    ]
+    options = {k: dist.group.WORLD if v == "world" else v for k, v in options.items()}
+    clips = "use_distributed_muon" not in options  # the reference clips nothing
+    clip_config = {"head_dim": 5, "threshold": 1.0} if clips else None
+    optim = optimizer.Muon(groups, clip_config=clip_config, **options)
     optim.state_dict()  # creates state, on meshes that are looked up on the CPU
     logits = {0: torch.tensor([2.0, torch.nan]), 1: torch.ones(8)}
     with RefusesToRead(options.get("lr")):
-        optim.step(qk_logits=logits if "clip_config" in options else None)
+        optim.step(qk_logits=logits if clips else None)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "gram"])
