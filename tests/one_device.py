@@ -61,13 +61,10 @@ class Model(nn.Module):
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Muon's matrices, its convolution, AdamW's."""
-    groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
-    conv = {"params": [], "names": [], "use_muon": True, "flatten": True}
-    for index in reversed(range(len(groups[1]["params"]))):
-        if groups[1]["params"][index].ndim == 3:
-            for key in ("params", "names"):
-                conv[key].append(groups[1][key].pop(index))
-    return [groups[0], conv, groups[1]]
+    muon, adamw = optimizer.get_default_muon_param_groups(model, expert_keys=["experts"])
+    index = adamw["names"].index("conv.weight")
+    conv = {key: [adamw[key].pop(index)] for key in ("params", "names")}
+    return [muon, {**conv, "use_muon": True, "flatten": True}, adamw]
 
 
 def build(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> tuple[Model, Any]:
