@@ -155,9 +155,9 @@ def summary_of(muon: dict[str, tuple], adamw: dict[str, tuple], is_named: bool =
     """Of a layer, and of matrices of these names and shapes."""
     groups = []
     for use_muon, shapes in ((True, {"l.0.w.weight": (32, 8), **muon}), (False, adamw)):
-        params = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
-        given = params if is_named else [param for _, param in params]
-        groups.append({"params": given, "use_muon": use_muon})
+        params = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+        given = params.items() if is_named else params.values()
+        groups.append({"params": list(given), "use_muon": use_muon})
     return optimizer.Muon(groups).summary()
 
 
@@ -233,6 +233,9 @@ def test_a_summary_changes_nothing():
 # -- sharded -----------------------------------------------------------------------------------
 
 
+KEPT = {"none_grad": False}  # gradients, for the next step
+
+
 def counted(optim: Any) -> dict[str, Any]:
     """A summary, and what a step that begins like it was counted to do."""
     first = optim.summary()
@@ -266,7 +269,7 @@ def fsdp2(options: dict) -> dict[str, Any]:
 
 def placed(weights: list[Weight], options: dict) -> dict[str, Any]:
     meshes = {w.mesh: init_device_mesh("cpu", w.mesh) for w in weights if w.mesh}
-    twins = Twins.placed([Group(weights, {"none_grad": False})], meshes, options)
+    twins = Twins.placed([Group(weights, KEPT)], meshes, options)
     set_gradients(p for _, p, _ in twins.pairs)
     return counted(twins.ours)
 
@@ -333,15 +336,13 @@ def test_bytes_and_flops_are_those_of_a_step_on_any_mesh(layout, options):
 
 
 def replicated(options: dict[str, Any]) -> dict[str, Any]:
-    options = {**options, "process_group": dist.group.WORLD}
-    params = [nn.Parameter(torch.zeros(s)) for s in [(96, 64)] * 8 + [(30, 20), (12, 4, 8)]]
-    others = [nn.Parameter(torch.zeros(s)) for s in [(50, 40), (64,), (1000, 16)]]
-    others.append(nn.Parameter(torch.zeros(400, 40), requires_grad=False))
-    names = [f"experts.{index}" for index in range(len(params))]
-    muon = {"params": params, "names": names, "use_muon": True, "beta2": 0.9}
-    adamw = {"params": others, "use_muon": False}
-    optim = optimizer.Muon([muon, adamw], expert_keys=["experts"], none_grad=False, **options)
-    set_gradients([*params, *others[:-1]])
+    matrices = [*[Weight((96, 64))] * 8, Weight((30, 20)), Weight((12, 4, 8))]
+    others = [Weight(shape) for shape in [(50, 40), (64,), (1000, 16), (400, 40)]]
+    groups = [Group(matrices, KEPT), Group(others, {**KEPT, "use_muon": False})]
+    options = {**options, "beta2": 0.9, "process_group": dist.group.WORLD}
+    optim = Twins.placed(groups, {}, options).ours
+    params_of(optim)[-1].requires_grad_(False)
+    set_gradients(params_of(optim)[:-1])
     return counted(optim)
 
 
