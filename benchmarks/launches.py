@@ -3,11 +3,11 @@
     make bench BENCHMARKS=benchmarks/launches.py
 
 Counted on tensors of real shapes that are "on" a device which is not there (tests/fake_device.py),
-with Triton's own launcher and a stub of the driver below it (tests/stub_driver.py): launches of
-Triton's kernels, torch's operations that are kernels or copies, collectives. ``--rounds`` times the
-host beside: the same step on tensors of the CPU, which is told to be the accelerator, with
-operations that write large tensors replaced by nothing. So it has Python, dispatch and Triton's
-launches in it, and of torch's own launches, which take some µs each, an empty function's call.
+with a stub of the driver below Triton (tests/stub_driver.py): launches of Triton's kernels, torch's
+operations that are kernels or copies, collectives. ``--rounds`` times the host beside: the same
+step on tensors of the CPU, which is told to be the accelerator, with operations that write large
+tensors replaced by nothing. So it has Python, dispatch and Triton's work before a launch in it, and
+of torch's own launches, which take some µs each, an empty function's call.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def host_seconds(case: Any, stub: Any, facts: Any, rounds: int) -> float:
                 start = time.perf_counter()
                 training.step()
                 seconds.append(time.perf_counter() - start)
-        if stub.counts() != facts.launches:
-            raise RuntimeError(f"launches: {stub.counts()}, but {facts.launches} were counted")
+        if stub.counts != facts.launches:
+            raise RuntimeError(f"launches: {dict(stub.counts)}, but {facts.launches} were counted")
     return min(seconds[2:])
 
 
@@ -148,24 +148,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sum(counts.values()) for counts in (facts.launches, facts.operations)
             )
             row = [name, f"{facts.parameters:,}", f"{facts.chunks:,}", f"{launches:,}"]
-            row += [f"{operations:,}", f"{facts.views:,}", f"{sum(facts.collectives.values())}"]
+            row += [f"{operations:,}", f"{sum(facts.collectives.values())}"]
             row += [f"{(launches + operations) / facts.parameters:.1f}"]
             row += [f"{(launches + operations) / facts.chunks:.1f}"]
-            row += [f"{sum(facts.variants.values())}"]
             if options.rounds:
                 seconds = host_seconds(CASES[name], stub, facts, options.rounds)
                 row += [f"{seconds * 1e3:.1f}", f"{seconds / facts.parameters * 1e6:.1f}"]
             totals.append(row)
             kernels += [
-                [name if not number else "", kernel_name, f"{count:,}", str(variants)]
+                [name if not number else "", kernel_name, f"{count:,}"]
                 for number, (kernel_name, count) in enumerate(sorted(facts.launches.items()))
-                for variants in [facts.variants[kernel_name]]
             ]
-    columns = ["step", "parameters", "chunks", "Triton launches", "torch operations", "views"]
-    columns += ["collectives", "launches, operations a parameter", "a chunk", "variants"]
+    columns = ["step", "parameters", "chunks", "Triton launches", "torch operations"]
+    columns += ["collectives", "launches, operations a parameter", "a chunk"]
     columns += ["host ms", "µs a parameter"] if options.rounds else []
     show("What a step gives an accelerator", columns, totals, markdown=options.markdown)
-    columns = ["step", "kernel", "launches", "variants"]
+    columns = ["step", "kernel", "launches"]
     show("Launches by kernel", columns, kernels, markdown=options.markdown, left=2)
     print(machine("cpu"))
 

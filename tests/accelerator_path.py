@@ -110,13 +110,10 @@ class Facts:
         chunks: of all lanes, with those that need no traffic.
         launches: of Triton's kernels, by name.
         operations: of torch that are kernels or copies, by name; views and allocations are none.
-        views: that torch made on the way to these.
         collectives: by name.
         waits: what made the host wait, and copies that would.
-        variants: specializations of Triton's kernels, by name.
         misaligned: pointers into the package's own buffers that kernels or collectives get, and
             that `stub_driver.ALIGNMENT` does not divide: how often each, by a description.
-        wrong_grids: launches whose programs do not cover their tensors once.
         device_bytes: of live storages, after each step.
     """
 
@@ -124,12 +121,9 @@ class Facts:
     chunks: int = 0
     launches: dict[str, int] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
-    views: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)
-    variants: dict[str, int] = field(default_factory=dict)
     misaligned: dict[str, int] = field(default_factory=dict)
-    wrong_grids: list[str] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
 
 
@@ -201,30 +195,29 @@ class Watch(TorchDispatchMode):
             return NotImplemented  # a DTensor: seen again as operations on the tensors within
         kwargs = kwargs or {}
         name = func._opname
-        is_here = any(isinstance(leaf, Fake) for leaf in tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
             self.collectives[name] += 1
             for place, piece in _pieces(func, args):
                 self.look(f"{name} {place}", piece)
-        elif func.is_view and is_here:
-            self.facts.views += 1
-        elif name not in ALLOCATIONS and (is_here or _is_fake(result)):
+            return result
+        fakes = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Fake)]
+        if fakes and not func.is_view and name not in ALLOCATIONS:
             self.operations[name] += _copies(*args) if name == "_foreach_copy_" else 1
-            for tensor in tree_leaves((args, kwargs, result)):
-                if isinstance(tensor, Fake) and _nbytes(tensor) >= NUMBERS_BYTES:
+            for tensor in fakes:
+                if tensor.nbytes >= NUMBERS_BYTES:
                     self.look(name, tensor)
         return result
 
     def look(self, what: str, tensor: Tensor) -> None:
         """Takes a tensor's pointer down, unless it is the model's."""
-        nbytes, of = _nbytes(tensor), f"{what} {tensor.dtype} {tuple(tensor.shape)}"
-        self.look_at(of, tensor.data_ptr() if nbytes else 0, nbytes)
+        of = f"{what} {tensor.dtype} {tuple(tensor.shape)}"
+        self.look_at(of, tensor.data_ptr() if tensor.numel() else 0, tensor.numel())
 
-    def look_at(self, what: str, address: int, nbytes: int) -> None:
+    def look_at(self, what: str, address: int, numel: int) -> None:
         """Takes an address down, unless it is in the model."""
         before = bisect_right(self.model, (address, sys.maxsize))
-        if nbytes == 0 or (before and address < self.model[before - 1][1]):
+        if numel == 0 or (before and address < self.model[before - 1][1]):
             return
         offset = address % stub_driver.ALIGNMENT
         if offset:
@@ -238,14 +231,6 @@ def _copies(targets: Sequence[Tensor], sources: Sequence[Tensor], *_: Any) -> in
     return 1 if is_fast else len(targets)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _is_fake(result: Any) -> bool:
-    return any(isinstance(leaf, Fake) for leaf in tree_leaves(result))
-
-
 def _pieces(func: Any, args: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     """What a collective sends to and receives from each peer: a pointer for each."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args))
@@ -257,27 +242,6 @@ def _pieces(func: Any, args: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
         else:
             whole = [v for key, v in named.items() if key.startswith(name)]
             yield from ((name, t) for t in tree_leaves(whole) if isinstance(t, Tensor))
-
-
-def wrong_grid(launch: stub_driver.Launch) -> str:
-    """Why a launch's programs do not cover its tensors once; empty where they do."""
-    given = launch.arguments
-    if "ROWS" in given:  # one tile for each program
-        tiles, (slices, rows) = 0, given["shape"]
-        for first, length in zip(given["firsts"], given["lengths"]):
-            if first != tiles and first < launch.grid[0]:  # behind the last there is padding
-                return f"{launch.kernel}: an item begins at {first}, and not at {tiles}"
-            if first == tiles and tiles < launch.grid[0]:
-                tiles += slices * -(-rows // given["ROWS"]) * -(-length // given["COLS"])
-    elif launch.kernel == "_sizes_kernel":  # one matrix for each program
-        tiles = given["programs"] // given["count"]
-    else:
-        matrices, s, _ = given["a_ptr"].shape
-        side = -(-s // given["BLOCK"])
-        tiles = matrices * side * (side + 1) // 2
-    if launch.grid != (tiles, 1, 1):
-        return f"{launch.kernel}: a grid of {launch.grid} for {tiles} tiles"
-    return ""
 
 
 def facts_of(case: Case, stub: stub_driver.StubDriver) -> Facts:
@@ -308,41 +272,27 @@ def process_group(ranks: int) -> Iterator[None]:
 def _watch(training: Training, facts: Facts, stub: stub_driver.StubDriver, device: Device) -> None:
     device.waits.clear()
     stub.reset()
-    stub.records_arguments = True
+    stub.records = True
     watch = Watch(facts, training.storages())
     copies = device.operations["copy_"]
     with watch:
         training.step()
     # They are done before a mode sees them.
     watch.operations["copy_"] = device.operations["copy_"] - copies
-    stub.records_arguments = False
+    stub.records = False
     events = [event["event"] for event in training.optimizer.summary(schedule=True).schedule]
     facts.chunks = sum(event.startswith("orthogonalize") for event in events)
     facts.operations, facts.collectives = dict(watch.operations), dict(watch.collectives)
-    facts.launches, facts.waits = stub.counts(), dict(device.waits)
-    used = {(launch.kernel, launch.variant) for launch in stub.launches()}
-    facts.variants = dict(Counter(kernel for kernel, _ in used))
-    for launch in stub.launches():
-        wrong = wrong_grid(launch)
-        if wrong:
-            facts.wrong_grids.append(wrong)
-        tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
-        assert launch.pointers == tuple(tensor.data_ptr() for tensor in tensors)
+    facts.launches, facts.waits = dict(stub.counts), dict(device.waits)
+    for launch in stub.launches:
         for name, value in launch.arguments.items():
             if isinstance(value, Tensor) and name not in NUMBERS:
                 watch.look(f"{launch.kernel} {name}", value)
             elif f"{name}_strides" in launch.arguments and value and name not in NUMBERS:
-                _look_at_items(launch, name, watch)
-
-
-def _look_at_items(launch: stub_driver.Launch, name: str, watch: Watch) -> None:
-    """Looks at the addresses of one of the arguments that has one for each item."""
-    given = launch.arguments
-    numel = math.prod(given["shape"])
-    for address, first, length in zip(given[name], given["firsts"], given["lengths"]):
-        if first < launch.grid[0]:
-            of = f"{launch.kernel} {name} {(*given['shape'], length)}"
-            watch.look_at(of, address, numel * length)
+                given = launch.arguments  # an address for each item
+                for address, length in zip(value, given["lengths"]):
+                    numel = length * math.prod(given["shape"])
+                    watch.look_at(f"{launch.kernel} {name} of {numel}", address, numel)
 
 
 def main(names: Sequence[str]) -> None:

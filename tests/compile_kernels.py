@@ -26,9 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernel import optimizer
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-import tune
+from stub_driver import AbsentDriver
 
 elementwise, launching, logit_maxima, symmetric = (
     importlib.import_module(f"{optimizer.__name__}.triton_kernels.{name}")
@@ -39,30 +37,12 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 Calls = Iterator[tuple[str, Callable[[], Any]]]  # with names, which say what is to be found
 
 
-class AbsentDriver:
-    """The driver of a chip that is not there."""
-
-    def __init__(self, architecture: str):
-        is_amd = architecture.startswith("gfx")
-        chip: Any = architecture if is_amd else int(architecture.removeprefix("sm_"))
-        self.target = GPUTarget("hip" if is_amd else "cuda", chip, 64 if is_amd else 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> str:
-        return str(self.target)
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 def compiled_for(architecture: str) -> list[dict[str, Any]]:
-    absent, facts, call = AbsentDriver(architecture), [], ""
+    is_amd = architecture.startswith("gfx")
+    chip: Any = architecture if is_amd else int(architecture.removeprefix("sm_"))
+    absent = AbsentDriver(GPUTarget("hip" if is_amd else "cuda", chip, 64 if is_amd else 32))
     target = launching.CompileTarget("absent", architecture, absent.target.backend, 132)
+    facts, call = [], ""
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -99,9 +79,8 @@ def elementwise_calls() -> Calls:
     weights = partial(elementwise.update_weights, rate=0.1, decay=0.01, cautious=False)
     on_device = partial(weights, rate=number, decay=number, factors=[factor], cautious=True)
     residual = torch.zeros(256, 512, dtype=torch.int16)
-    random_bits = optimizer.weight_rounding.RandomBits(
-        1 << 61, torch.empty(256, 512, device="meta")
-    )
+    places = torch.empty(256, 512, device="meta")
+    random_bits = optimizer.weight_rounding.RandomBits(1 << 61, places)
     normalize = partial(
         elementwise.normalize, out=sent[None], factor=1.01, eps=1e-7, eps_absolute=1e-8,
         most_eps=1e18, magnification=16.0,
@@ -130,9 +109,7 @@ def symmetric_calls(target: Any) -> Calls:
     """Each configuration on whole tiles, and with masks: of aligned operands, and of others where a
     rule is for those that cannot be loaded in vectors."""
 
-    def call(
-        name: str, config: Any, dtype: torch.dtype, out_dtype: Any, size: int, gap: int
-    ) -> Any:
+    def call(name: str, config: Any, dtype: Any, out_dtype: Any, size: int, gap: int) -> Any:
         A = zeros(1, size, size, dtype=dtype, gap=gap)
         C, out = (zeros(1, size, size, dtype=out_dtype, gap=gap) for _ in range(2))
         B = A.mT if size % 128 else A
@@ -147,11 +124,6 @@ def symmetric_calls(target: Any) -> Calls:
             elif dtype != torch.bfloat16:
                 sizes = (528, 0) if rule.aligned else (500, 1)
                 yield call("masked", rule.config, dtype, torch.float32, *sizes)
-    if target.architecture in tune.HOPPER:
-        for fields in tune.WIDE_OR_IN_BULK:
-            config = launching.SymmetricConfig(**fields)
-            for name, size in (("even, tuned", 512), ("masked, tuned", 528)):
-                yield call(name, config, torch.float16, torch.float16, size, 0)
     if target.architecture == "sm_90":  # what sizes do to the kernel, whatever the chip
         yield call("masked", rule.config, torch.float16, torch.float16, 1, 0)
         symmetric.INT32_MAX = 5

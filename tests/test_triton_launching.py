@@ -137,14 +137,10 @@ def trained(steps: int, **options: Any) -> tuple[torch.optim.Optimizer, torch.Te
     return optim, param.detach()
 
 
-@pytest.mark.parametrize(
-    "error, raised, named",
-    [
-        (NO_COMPILER, RuntimeError, r"C compiler.*python3-dev.*triton=False"),
-        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError, "no memory"),
-    ],
-    ids=["no compiler", "no memory"],
-)
+@pytest.mark.parametrize("error, raised, named", [
+    (NO_COMPILER, RuntimeError, r"C compiler.*python3-dev.*triton=False"),
+    (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError, "no memory"),
+], ids=["no compiler", "no memory"])  # fmt: skip
 def test_where_a_kernel_cannot_be_launched_a_step_raises_and_changes_nothing(
     error, raised, named, launches
 ):
@@ -185,14 +181,16 @@ def test_without_triton_kernels_another_optimizer_and_thread_have_them_all_the_s
     assert [*seen, triton_kernels.is_used_on("cpu")] == [True, False, True]
 
 
-def test_without_triton_steps_are_those_of_torch_with_one_warning(launches, monkeypatch):
-    _, expected = trained(2, triton=False)
-    monkeypatch.setattr(triton_kernels, "is_installed", lambda: False)
-    import_module(f"{optimizer.__name__}.step.warm_up")._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="Triton is not installed") as caught:
-        _, found = trained(2)
-        trained(1)
-        trained(1, triton=False)
+@on_ranks(1)
+def test_without_triton_steps_are_those_of_torch_with_one_warning() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        launches = Launches(patch)
+        _, expected = trained(2, triton=False)
+        patch.setattr(triton_kernels, "is_installed", lambda: False)
+        with pytest.warns(RuntimeWarning, match="Triton is not installed") as caught:
+            _, found = trained(2)
+            trained(1)
+            trained(1, triton=False)
     assert len([w for w in caught if issubclass(w.category, RuntimeWarning)]) == 1
     assert launches.count == 0 and torch.equal(found, expected)
 
@@ -256,9 +254,9 @@ def test_a_step_stays_within_its_budget_of_launches(case, counted):
     assert all(0 < n <= 1.02 * most for n, most in zip(taken, BUDGETS[case])), taken
 
 
-@pytest.mark.parametrize("what", ["waits", "wrong_grids", "misaligned"])
+@pytest.mark.parametrize("what", ["waits", "misaligned"])
 @pytest.mark.parametrize("case", BUDGETS)
-def test_no_step_waits_copies_pageable_memory_misses_tensors_or_vectors(case, what, counted):
+def test_no_step_waits_copies_pageable_memory_or_misses_vectors(case, what, counted):
     assert counted[case]["launches"] and not counted[case][what], counted[case][what]
 
 
