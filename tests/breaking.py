@@ -77,11 +77,44 @@ class Interrupt:
         return self._trace
 
 
-def contents(optim: Any, params: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Copies of what this rank holds: weights; state; gradients, and which tensors these are."""
-    state = [{k: local(v).clone() for k, v in optim.state.get(p, {}).items()} for p in params]
-    grads = [None if p.grad is None else (id(p.grad), local(p.grad).clone()) for p in params]
-    return [local(p).clone() for p in params], (len(optim.state), state), grads
+def contents(optim: Any, params: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:
+    """Copies of what an optimizer holds on this rank, to compare; creates no state.
+
+    Weights; state; gradients, and which tensors these are; the options of groups.
+    """
+    params = params_of(optim) if params is None else params
+    state = [{key: copied(v) for key, v in optim.state.get(p, {}).items()} for p in params]
+    grads = [(id(p.grad), copied(p.grad)) if p.is_leaf else None for p in params]
+    groups = [
+        # Names that are set on a group go to `optim.names`.
+        (list(map(id, g["params"])), frozen({k: g[k] for k in g if k not in ("params", "names")}))
+        for g in optim.param_groups
+    ]
+    return list(map(copied, params)), (len(optim.state), state), grads, groups
+
+
+def copied(value: Any) -> Any:
+    """Of a tensor what this rank holds."""
+    return local(value).clone() if isinstance(value, torch.Tensor) else value
+
+
+def frozen(value: Any) -> str:
+    """All of a nested value, to compare whatever it is; NaN is itself."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.layout} {numbers_of(value)}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {frozen(own)}' for key, own in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(frozen, value))})"
+    return repr(value)
+
+
+def numbers_of(tensor: torch.Tensor) -> Any:
+    if tensor.is_meta:
+        return []
+    tensor = tensor.detach()
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+    return tensor.float().tolist() if tensor.element_size() == 1 else tensor.tolist()
 
 
 def refused(

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from breaking import contents, frozen
 from comparisons import through_torch_save
 from kernel import as_arguments, optimizer
 from layouts import EXACT, MEMORY, STEPS, Twins, build, params_of, set_gradients
@@ -51,7 +52,7 @@ from trainings import (
 from wrong_input import assert_steps_like, good_groups, muon_group, trained
 
 Muon = optimizer.Muon
-GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
+GROUP_OPTIONS = sorted(trained(0).param_groups[0].keys() - {"params", "use_muon", "rounding_step"})
 CONSTRUCTOR = sorted(inspect.signature(Muon).parameters.keys() - {"params", "process_group"})
 
 pytestmark = [
@@ -119,10 +120,16 @@ def matrices(shapes: Any, seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+@contextlib.contextmanager
+def ignored_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def train(groups: list[dict[str, Any]], gradients: Any, **options: Any) -> Any:
     """Steps with ``gradients(step)``, one for each parameter in order."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of schedules that end early
+    with ignored_warnings():  # of schedules that end early
         optim = Muon(groups, **as_arguments({**EXACT, **options}))
     params = params_of(optim)
     for step in range(STEPS):
@@ -149,38 +156,20 @@ def assert_equal_results(found: Any, expected: Any) -> None:
             assert_equal(value, other[key], f"{key} of parameter {number}")
 
 
-@holds(12, shapes=shapes_of, options=rules, exponent=st.integers(-60, 60))
-def test_a_power_of_two_in_all_gradients_changes_momentum_alone(shapes, options, exponent):
-    for absolute in ("ns_eps_absolute", "ns_equilibrate"):  # compare norms of the gradients' scale
-        options.pop(absolute, None)
-    values, factor = matrices(shapes, 0), 2.0**exponent
-    optim, scaled = (
-        train(
-            [group_of(values)], lambda step, f=f: [g * f for g in matrices(shapes, step)], **options
-        )
-        for f in (1.0, factor)
-    )
-    expected = results(optim)
-    for result in expected:
-        result["momentum_buffer"] = result["momentum_buffer"] * factor
-    assert_equal_results(results(scaled), expected)
-
-
 @holds(12, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS), data=st.data())
 def test_neither_order_nor_the_division_into_groups_matters(shapes, options, adamw, data):
     kinds = [{**options, "use_muon": True}, {**adamw, "use_muon": False}]
     order = data.draw(st.permutations(range(2 * len(shapes))), label="order")
-    values, both = matrices([*shapes, *shapes], 0), [*shapes, *shapes]
-    count = len(shapes)
-    whole = [group_of(values[i * count : (i + 1) * count], **kind) for i, kind in enumerate(kinds)]
+    values, both = matrices(shapes, 0), [*shapes, *shapes]
+    whole = [group_of(values, **kind) for kind in kinds]
     expected = results(train(whole, lambda step: matrices(both, step)))
     pieces: list[dict[str, Any]] = []
     for index in order:
         joins = bool(pieces) and data.draw(st.booleans(), label=f"{index} joins the one before")
-        kind = kinds[index // count]
+        kind = kinds[index // len(shapes)]
         if not (joins and pieces[-1]["use_muon"] == kind["use_muon"]):
             pieces.append(group_of([], **kind))
-        pieces[-1]["params"].append(nn.Parameter(values[index].clone()))
+        pieces[-1]["params"].append(nn.Parameter(values[index % len(shapes)].clone()))
 
     def in_order(step: int) -> list[torch.Tensor]:
         gradients = matrices(both, step)
@@ -190,115 +179,7 @@ def test_neither_order_nor_the_division_into_groups_matters(shapes, options, ada
     assert_equal_results(found, [expected[index] for index in order])
 
 
-@holds(12, shapes=shapes_of, options=rules)
-def test_a_transposed_matrix_takes_the_transposed_step(shapes, options):
-    if options.get("adjust_lr") == "original":
-        del options["adjust_lr"]
-    for key in ("ns_equilibrate", "second_moment_side"):  # of rows
-        options.pop(key, None)
-    if options.get("beta2") is not None:  # of squares it has one number for each row
-        shapes = [(rows, cols + (rows == cols)) for rows, cols in shapes]
-    values = matrices(shapes, 0)
-    optim = train([group_of(values)], lambda step: matrices(shapes, step), **options)
-    transposed = train(
-        [group_of([v.mT for v in values])],
-        lambda step: [g.mT for g in matrices(shapes, step)],
-        **options,
-    )
-    for one, other in zip(results(optim), results(transposed)):
-        # Rounding of 6e-8, which the iteration amplifies up to a thousandfold.
-        torch.testing.assert_close(one["weight"], other["weight"].mT, rtol=0, atol=1e-4)
-        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"].mT)
-
-
-@holds(12, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS))
-def test_without_a_learning_rate_no_weight_moves(shapes, options, adamw):
-    values = matrices(shapes, 0)
-    groups = [group_of(values, **options), group_of(values, **adamw)]
-    for group, is_muon in zip(groups, (True, False)):
-        group.update(lr=0.0, use_muon=is_muon)
-    optim = train(groups, lambda step: matrices([*shapes, *shapes], step))
-    for result, value in zip(results(optim), [*values, *values]):
-        assert_equal(result["weight"], value, "weight")
-        assert (
-            any(state.any() for key, state in result.items() if key != "weight")
-            or not value.numel()
-        )
-
-
-@holds(12, shapes=shapes_of, options=rules)
-def test_without_momentum_only_the_last_gradient_counts_and_all_styles_are_one(shapes, options):
-    if options.get("beta2") is not None:
-        del options["beta2"]  # has a memory of its own
-    options.pop("momentum_dtype", None)  # Nesterov's look ahead is not rounded to it
-    options["momentum"] = 0.0
-    values = matrices(shapes, 0)
-    expected = None
-    for nesterov in (False, True):
-        for style in ("classical", "ema"):
-            how = {**options, "nesterov": nesterov, "momentum_style": style}
-            optim = train([group_of(values)], lambda step: matrices(shapes, step), **how)
-            expected = expected or results(optim)
-            assert_equal_results(results(optim), expected)
-            for result, gradient in zip(results(optim), matrices(shapes, STEPS - 1)):
-                ascent = -1.0 if options.get("maximize") else 1.0
-                buffer = result["momentum_buffer"]
-                assert_equal(buffer, (ascent * gradient).to(buffer.dtype), "momentum")
-
-
-@holds(12, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS))
-def test_to_maximize_is_to_minimize_the_negative(shapes, options, adamw):
-    values = matrices(shapes, 0)
-    found = []
-    for sign in (1.0, -1.0):
-        groups = [group_of(values, **options), group_of(values, **adamw)]
-        for group, is_muon in zip(groups, (True, False)):
-            group.update(maximize=sign > 0, use_muon=is_muon)
-        both = [*shapes, *shapes]
-        optim = train(groups, lambda step, s=sign, b=both: [s * g for g in matrices(b, step)])
-        found.append(results(optim))
-    assert_equal_results(*found)
-
-
-@holds(12, count=st.integers(1, 4), shape=matrix_shapes(), options=rules)
-def test_experts_blocks_and_flattened_tensors_are_matrices_of_their_own(count, shape, options):
-    rows, cols = shape
-    values = matrices([(count, rows, cols)], 0)
-    gradients = lambda step: matrices([(count, rows, cols)], step)  # noqa: E731
-    apart = results(train([group_of(values[0])], lambda step: list(gradients(step)[0]), **options))
-    experts = train(
-        [group_of(values, names=["experts.w"])], gradients, expert_keys=["experts"], **options
-    )
-    stacked = train(
-        [group_of([values[0].flatten(0, 1)], **({"split": rows} if rows else {}))],
-        lambda step: [gradients(step)[0].flatten(0, 1)],
-        **options,
-    )
-    for optim in (experts, stacked) if rows else (experts,):  # no rows make one matrix
-        (found,) = results(optim)
-        for key, value in found.items():
-            of_each = value.reshape(count, *apart[0][key].shape)
-            for number, expected in enumerate(apart):
-                assert_equal(of_each[number], expected[key], f"{key} of matrix {number}")
-    if cols % 2 == 0:
-        folded = (rows, 2, cols // 2)
-        flat = results(
-            train([group_of([values[0][0]])], lambda step: [gradients(step)[0][0]], **options)
-        )
-        optim = train(
-            [group_of([values[0][0].reshape(folded)], flatten=True)],
-            lambda step: [gradients(step)[0][0].reshape(folded)],
-            **options,
-        )
-        for key, value in results(optim)[0].items():
-            assert_equal(value.reshape(flat[0][key].shape), flat[0][key], key)
-
-
 # -- saved and loaded ------------------------------------------------------------------------------
-
-
-def through_pickle(saved: Any) -> Any:
-    return pickle.loads(pickle.dumps(saved))
 
 
 def through_distributed(saved: Any) -> Any:
@@ -340,26 +221,12 @@ def built_again(case: Case, twins: Twins) -> Any:
     return build(groups, **{**EXACT, **case.options})
 
 
-def numbers_of(tensor: torch.Tensor) -> Any:
-    if tensor.is_meta:
-        return []
-    tensor = tensor.detach()
-    tensor = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
-    return tensor.float().tolist() if tensor.element_size() == 1 else tensor.tolist()
-
-
-def frozen(value: Any) -> str:
-    """All of a nested value, to compare; NaN is itself."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.layout} {numbers_of(value)}"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {frozen(own)}' for key, own in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(frozen, value))})"
-    return repr(value)
-
-
-WAYS = [copy.deepcopy, through_pickle, through_torch_save, through_distributed]
+WAYS = [
+    copy.deepcopy,
+    lambda saved: pickle.loads(pickle.dumps(saved)),
+    through_torch_save,
+    through_distributed,
+]
 
 
 @holds(
@@ -373,8 +240,7 @@ def test_a_training_saved_and_loaded_at_any_point_goes_on_as_if_it_had_not_been(
     case, at, way, fresh
 ):
     case = plain(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with ignored_warnings():
         twins = twins_of(case)
         generator = torch.Generator().manual_seed(1)
         for step, kinds in enumerate(case.gradients):
@@ -398,41 +264,22 @@ def test_a_training_saved_and_loaded_at_any_point_goes_on_as_if_it_had_not_been(
 # -- garbage ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def held_by(optim: Any) -> str:
-    """All that an optimizer holds, to compare; creates no state."""
-    of_groups = [{k: v for k, v in g.items() if k != "names"} for g in optim.param_groups]
-    params = [*params_of(optim), *optim.state]
-    own = [
-        (p.grad if p.is_leaf else None, optim.state.get(p, {}))
-        for p in params
-        if isinstance(p, torch.Tensor)
-    ]
-    return frozen([[id(p) for p in params], of_groups, own])
-
-
 def refused_or_used(optim: Any, twin: Any, undo: Callable[[], Any], **step: Any) -> None:
     """A step works, or raises and changes nothing, and after ``undo()`` works as the twin's."""
-    before = held_by(optim)
+    before = frozen(contents(optim))
     try:
-        with quietly():
+        with ignored_warnings():
             optim.step(**step)
     except ValueError as error:
         assert str(error)
-        assert held_by(optim) == before
+        assert frozen(contents(optim)) == before
         undo()
-        with quietly():
+        with ignored_warnings():
             if twin is not None:
                 assert_steps_like(optim, twin)
 
 
-@holds(80, key=st.sampled_from(sorted(GROUP_OPTIONS)), value=garbage(), is_set_later=st.booleans())
+@holds(80, key=st.sampled_from(GROUP_OPTIONS), value=garbage(), is_set_later=st.booleans())
 def test_garbage_as_an_option_of_a_group_is_refused_or_used(key, value, is_set_later):
     optim = trained(1)
     group = optim.param_groups[2]
@@ -441,29 +288,46 @@ def test_garbage_as_an_option_of_a_group_is_refused_or_used(key, value, is_set_l
         group[key] = value
         refused_or_used(optim, twin, lambda: group.update({key: good}))
         return
-    added = muon_group(nn.Parameter(torch.ones(4, 4)), names=["layers.9.weight"], **{key: value})
-    before, twin = held_by(optim), copy.deepcopy(optim)
+    named = {"names": ["layers.9.weight"]}
+    added_or_refused(optim, muon_group(nn.Parameter(torch.ones(4, 4)), **named, **{key: value}))
+
+
+def added_or_refused(optim: Any, group: dict[str, Any], errors: Any = ValueError) -> None:
+    before, twin = frozen(contents(optim)), copy.deepcopy(optim)
     try:
-        with quietly():
-            optim.add_param_group(added)
-    except ValueError:
-        assert held_by(optim) == before
+        with ignored_warnings():
+            optim.add_param_group(group)
+    except errors as error:
+        assert str(error)
+        assert frozen(contents(optim)) == before
         assert_steps_like(optim, twin)
     else:
-        set_gradients_where_possible(optim)
-        refused_or_used(optim, twin, lambda: without_the_last(optim))
+        for p in params_of(optim):
+            p.grad = torch.ones_like(p) if p.is_leaf else None
+        refused_or_used(optim, twin, lambda: empty_the_last(optim))
 
 
-@holds(60, key=st.sampled_from(CONSTRUCTOR), value=garbage())
-def test_garbage_as_an_argument_is_refused_or_used(key, value):
+def empty_the_last(optim: Any) -> None:
+    """A group can't be taken back."""
+    group = optim.param_groups[-1]
+    group.clear()
+    group.update({**optim.param_groups[2], "params": [], "names": []})
+
+
+def made_or_refused(make: Callable[[], Any], **step: Any) -> None:
     try:
-        with quietly():
-            optim = Muon(good_groups(), **as_arguments({key: value}))
+        with ignored_warnings():
+            optim = make()
     except ValueError as error:
         assert str(error)
     else:
         set_gradients(params_of(optim))
-        refused_or_used(optim, copy.deepcopy(optim), lambda: None)
+        refused_or_used(optim, copy.deepcopy(optim), lambda: None, **step)
+
+
+@holds(60, key=st.sampled_from(CONSTRUCTOR), value=garbage())
+def test_garbage_as_an_argument_is_refused_or_used(key, value):
+    made_or_refused(lambda: Muon(good_groups(), **as_arguments({key: value})))
 
 
 @holds(
@@ -473,29 +337,8 @@ def test_garbage_as_an_argument_is_refused_or_used(key, value):
     has_rest=st.booleans(),
 )
 def test_garbage_as_a_group_adds_nothing(key, value, has_rest):
-    optim = trained(1)
-    before, twin = held_by(optim), copy.deepcopy(optim)
     rest = muon_group(nn.Parameter(torch.ones(4, 4))) if has_rest else {}
-    try:
-        with quietly():
-            optim.add_param_group({**rest, key: value})
-    except (ValueError, TypeError) as error:
-        assert str(error)
-        assert held_by(optim) == before
-        assert_steps_like(optim, twin)
-    else:
-        set_gradients_where_possible(optim)
-        refused_or_used(optim, twin, lambda: without_the_last(optim))
-
-
-def without_the_last(optim: Any) -> None:
-    for listed in (optim.param_groups, optim._names):
-        del listed[4:]
-
-
-def set_gradients_where_possible(optim: Any) -> None:
-    for p in params_of(optim):
-        p.grad = torch.ones_like(p) if p.is_leaf else None
+    added_or_refused(trained(1), {**rest, key: value}, (ValueError, TypeError))
 
 
 @holds(40, logits=qk_garbage())
@@ -506,7 +349,7 @@ def test_garbage_as_logits_is_refused_or_used(logits):
     optim = Muon([group], clip_config={"head_dim": 2, "threshold": 1.0})
     for step in range(2):
         set_gradients(params_of(optim), step)
-        with quietly():
+        with ignored_warnings():
             optim.step()
     set_gradients(params_of(optim), 2)
     given_logits = frozen(logits)
@@ -518,17 +361,9 @@ def test_garbage_as_logits_is_refused_or_used(logits):
 def test_garbage_as_a_clip_config_is_refused_or_used(config):
     names = ["layers.0.wq.weight", "layers.0.wk.weight"]
     params = [nn.Parameter(m) for m in matrices([(4, 3), (2, 3)], 0)]
-    kept = frozen(config)
-    try:
-        with quietly():
-            optim = Muon([muon_group(*params, names=names)], clip_config=config)
-    except ValueError as error:
-        assert str(error)
-    else:
-        set_gradients(params_of(optim))
-        refused_or_used(
-            optim, copy.deepcopy(optim), lambda: None, qk_logits={0: torch.tensor([3.0, 0.5])}
-        )
+    kept, group = frozen(config), muon_group(*params, names=names)
+    logits = {0: torch.tensor([3.0, 0.5])}
+    made_or_refused(lambda: Muon([group], clip_config=config), qk_logits=logits)
     assert frozen(config) == kept
 
 
@@ -538,13 +373,13 @@ def test_a_garbled_checkpoint_is_refused_or_loaded_as_a_whole(data, steps):
     for _ in range(data.draw(st.integers(1, 3), label="edits")):
         garble(saved, data.draw)
     optim = trained(steps, beta2=0.9)
-    before, twin, kept = held_by(optim), copy.deepcopy(optim), frozen(saved)
+    before, twin, kept = frozen(contents(optim)), copy.deepcopy(optim), frozen(saved)
     try:
-        with quietly():
+        with ignored_warnings():
             optim.load_state_dict(saved)
     except (ValueError, TypeError, KeyError) as error:
         assert str(error)
-        assert held_by(optim) == before and frozen(saved) == kept
+        assert frozen(contents(optim)) == before and frozen(saved) == kept
         assert_steps_like(optim, twin)
     else:
         assert frozen(saved) == kept
@@ -627,7 +462,7 @@ def test_garbage_that_one_rank_is_given_raises_on_all_and_changes_nothing(pool, 
     check(
         on_one,
         5 * times,
-        where=st.sampled_from([*sorted(GROUP_OPTIONS), "names", "logits", "gradient"]),
+        where=st.sampled_from([*GROUP_OPTIONS, "names", "logits", "gradient"]),
         value=st.sampled_from(REFUSED),
         bad=st.integers(0, 2),
     )
