@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,23 +22,10 @@ NONE = -1  # nothing has been written here
 MOMENT = -3  # in side buffers
 
 
-@dataclass
-class Simulated:
-    """What a step was seen to do.
-
-    Args:
-        lanes: with traffic.
-        all_gathers: chunks that came back by one.
-        read: rank and number of the entries whose gradients were asked for.
-    """
-
-    lanes: int = 0
-    all_gathers: int = 0
-    read: set[tuple[int, int]] = field(default_factory=set)
-
-
-def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1) -> Simulated:
+def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int) -> Counter[str]:
     """Plays a step of the plans of ranks 0, 1, …, and checks what they promise.
+
+    Returns how many lanes had traffic, and how many chunks came back by an all-gather.
 
     - The peers of a lane see the same lane, and come to it without waiting for each other.
     - What a rank expects is what the others send, and none sends anything to itself.
@@ -56,7 +42,7 @@ def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1)
         ready = next((lane for lane in nexts if counts[key(lane)] == len(lane.peers)), None)
         assert ready is not None, "the ranks wait for each other"
         step.lane([left[peer].pop(0) for peer in ready.peers], chunk_size)
-        step.seen.lanes += 1
+        step.seen["lanes"] += 1
     for plan in plans:
         for lane in plan.local_lanes:
             assert lane.peers == (plan.rank,)
@@ -73,7 +59,8 @@ class _Step:
     def __init__(self, entries: Sequence[Any], plans: Sequence[Any]):
         self.entries = entries
         self.plans = plans
-        self.seen = Simulated()
+        self.seen = Counter[str]()
+        self.gradients: set[tuple[int, int]] = set()  # by rank and entry, those asked for
         self.whole, begin = [], 0
         for e in entries:
             numel = math.prod(e.matrices.shape)
@@ -89,26 +76,21 @@ class _Step:
         for number, e in enumerate(self.entries):
             for plan in self.plans:
                 rank = plan.rank
-                for counts, region in (
-                    (self.updated, e.region(rank)),
-                    (self.read, e.momentum_region(rank)),
-                ):
+                held = ((self.updated, e.region(rank)), (self.read, e.momentum_region(rank)))
+                for counts, region in held:
                     expected = torch.zeros_like(self.whole[number])
                     expected[regions.slices(region)] = 1
                     assert torch.equal(counts[rank][number], expected)
                 if regions.numel(e.region(rank)):
-                    assert (rank, number) in self.seen.read  # its gradient is let go then
+                    assert (rank, number) in self.gradients  # its gradient is let go then
             owners = sum(owned[number] for owned in self.owned)
             assert (owners == _owners_of_each(e, len(self.plans))).all()
 
     def lane(self, lanes: Sequence[Any], chunk_size: int) -> None:
         """Plays a lane, as each of its peers has it."""
         first = lanes[0]
-        assert (
-            [lane.peers[lane.this_peer] for lane in lanes]
-            == list(first.peers)
-            == sorted(first.peers)
-        )
+        ranks = [lane.peers[lane.this_peer] for lane in lanes]
+        assert ranks == list(first.peers) == sorted(first.peers)
         for lane in lanes:
             same = ("digest", "in_flight", "units")
             assert all(getattr(lane, key) == getattr(first, key) for key in same)
@@ -127,22 +109,20 @@ class _Step:
     def chunk(self, lanes: Sequence[Any], chunks: Sequence[Any]) -> None:
         first = lanes[0]
         momenta = [self.pack(lane, chunk) for lane, chunk in zip(lanes, chunks)]
-        gathered = _exchange(
-            [m[c.gather.kept :] for m, c in zip(momenta, chunks)], chunks, "gather"
-        )
+        sent = [momentum[chunk.gather.kept :] for momentum, chunk in zip(momenta, chunks)]
+        gathered = _exchange(sent, chunks, "gather")
         updates, returned, moments = [], [], []
         for lane, chunk, momentum, came in zip(lanes, chunks, momenta, gathered):
             everything = chunk.scatter.kept + sum(chunk.scatter.received)
             updates.append(torch.full((everything if chunk.slots else chunk.scatter.kept,), NONE))
-            sent = 0 if chunk.slots else sum(chunk.scatter.sent)
-            returned.append(torch.full((sent,), NONE))
+            returned.append(torch.full((0 if chunk.slots else sum(chunk.scatter.sent),), NONE))
             moments.append(torch.full((len(lanes) * chunk.moments_slot,), NONE))
             for batch in chunk.batches:
                 units = self.assemble(lane, batch, momentum, came)
                 self.stage_updates(lane, chunk, batch, units, updates[-1], returned[-1])
                 _write(moments[-1], batch.moments_start, self.moments(batch.units))
         if chunks[0].slots:
-            self.seen.all_gathers += 1
+            self.seen["all-gathers"] += 1
             updates = [_all_gather(updates, [c.slots for c in chunks])] * len(lanes)
         else:
             assert all(_is_full(u, first) for u in (*updates, *returned))
@@ -163,7 +143,7 @@ class _Step:
             if share.is_staged:
                 _write(buffer, share.start, parts)
             self.visit(self.read[rank], rank, share, Entry.momentum_region)
-            self.seen.read.update((rank, unit.entry) for unit in share.units)
+            self.gradients.update((rank, unit.entry) for unit in share.units)
         assert _is_full(buffer, lane)
         return buffer
 

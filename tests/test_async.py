@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kernel import optimizer
@@ -28,10 +30,7 @@ def test_chunks_go_through_all_stages_in_order_and_a_few_are_under_way_at_once(c
             assert place[COMPUTE, number] < place[FINISH, number - 1]
         if number >= 2:  # and no other waits for its update
             assert place[FINISH, number - 2] < place[COMPUTE, number]
-    under_way = [
-        sum((do is GATHER) - (do is FINISH) for do, _ in events[: at + 1])
-        for at in range(len(events))
-    ]
+    under_way = itertools.accumulate((do is GATHER) - (do is FINISH) for do, _ in events)
     assert max(under_way, default=0) == min(chunks, in_flight)
     if in_flight > chunks > 0:
         assert events == list(chunk_order(chunks, chunks))

@@ -25,7 +25,7 @@ import torch
 
 from counters import calls_of
 from kernel import optimizer
-from layouts import axes_of
+from layouts import axes_of, case
 from plans import CPU, CUDA, ShardedDim, Sharding, entries_of, entry, make_plan, sharded
 from simulation import simulate
 
@@ -133,17 +133,12 @@ def with_replicas(rng: random.Random, e: Any) -> Any:
 
 
 def test_every_element_comes_to_its_owners_and_back_to_its_holders():
-    found = Counter()
+    seen = Counter()
     for seed in range(160):
-        case = random_case(seed)
-        try:
-            seen = simulate(case.entries, case.plans(), case.options["chunk_size"])
-        except Exception as error:
-            error.add_note(f"seed {seed}, {case.ranks} ranks, {case.options}")
-            raise
-        found.update(lanes=seen.lanes, all_gathers=seen.all_gathers)
-    assert found["lanes"] > 100
-    assert found["all_gathers"] > 10
+        drawn = random_case(seed)
+        with case(f"seed {seed}, {drawn.ranks} ranks, {drawn.options}"):
+            seen += simulate(drawn.entries, drawn.plans(), drawn.options["chunk_size"])
+    assert seen["lanes"] > 100 and seen["all-gathers"] > 10
 
 
 @pytest.mark.parametrize("averages", [False, True])
@@ -164,19 +159,13 @@ def test_all_ranks_launch_the_collectives_of_all_lanes_in_one_order(averages):
 def launches(plan: Any, averages: bool) -> list[tuple]:
     """A rank's collectives in its order, each as all of its ranks call it."""
     ranks = plan.lanes[0].peers if averages and plan.lanes else (plan.rank,)
-    averaging = ranks if averages else None
-    lanes = plan.all_lanes
-    return [
-        (
-            lanes[event.lane].peers,
-            lanes[event.lane].wire,
-            lanes[event.lane].opmath,
-            event[0],
-            event[2],
-        )
-        for event in optimizer.async_utils.schedule(plan, (), None, averaging)
-        if event.do.name in ("GATHER", "ORTHOGONALIZE") and event.lane < len(plan.lanes)
-    ]
+    events = optimizer.async_utils.schedule(plan, (), None, ranks if averages else None)
+    found = []
+    for event in events:
+        if event.do.name in ("GATHER", "ORTHOGONALIZE") and event.lane < len(plan.lanes):
+            lane = plan.all_lanes[event.lane]
+            found.append((lane.peers, lane.wire, lane.opmath, event[0], event[2]))
+    return found
 
 
 # -- what ranks agree on ---------------------------------------------------------------------------
@@ -201,17 +190,10 @@ def digests() -> list[list[str]]:
 
 
 def test_a_process_that_hashes_otherwise_makes_the_same_plan():
+    script = [sys.executable, "-c", "import test_exchange; print(test_exchange.digests())"]
     environment = {**os.environ, "PYTHONHASHSEED": "4321"}
-    script = "import test_exchange; print(test_exchange.digests())"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == str(digests())
+    printed = subprocess.check_output(script, cwd=Path(__file__).parent, env=environment, text=True)
+    assert printed.strip() == str(digests())
 
 
 # -- what need not travel --------------------------------------------------------------------------
@@ -341,10 +323,8 @@ def test_an_owner_gathers_a_fixed_number_of_bytes_or_one_matrix(device, staging_
     tail = llama(10, 1024, 3584, 128)  # two owners have one less of the large matrices
     for shapes in (llama(2, 512, 1536, 128), LLAMA_3_8B, [(1024, 1024)] * 40, uneven, tail):
         entries = entries_of(shapes, sharded(4), device=device, dtype=torch.bfloat16)
-        most = max(
-            staging_bytes or {"cpu": 1 << 20, "cuda": 64 << 20}[device.type],
-            2 * max(map(math.prod, shapes)),
-        )
+        fixed = staging_bytes or {"cpu": 1 << 20, "cuda": 64 << 20}[device.type]
+        most = max(fixed, 2 * max(map(math.prod, shapes)))
         for rank in range(4):
             options = {"warmup_step": warmup_step, "staging_bytes": staging_bytes}
             (lane,) = make_plan(entries, rank, **options).lanes
@@ -361,14 +341,8 @@ def test_updates_for_all_ranks_are_staged_within_the_bound_and_sent_once(ranks):
     """Replicas that share the work: with uneven owners, no rank sends copies of its updates."""
     divided = Sharding((ranks,), tuple(range(ranks)), (ShardedDim(0),))
     shapes = LLAMA_3_8B
-    entries = entries_of(
-        shapes,
-        sharded(ranks, None),
-        device=CUDA,
-        dtype=torch.bfloat16,
-        momentum=divided,
-        spread=True,
-    )
+    options = {"device": CUDA, "dtype": torch.bfloat16, "momentum": divided, "spread": True}
+    entries = entries_of(shapes, sharded(ranks, None), **options)
     (lane,) = make_plan(entries).lanes
     received = [chunk.scatter.kept + sum(chunk.scatter.received) for chunk in lane.chunks]
     assert sum(received) >= sum(map(math.prod, shapes))
@@ -381,44 +355,19 @@ def test_updates_for_all_ranks_are_staged_within_the_bound_and_sent_once(ranks):
 
 # -- a trillion parameters on 1024 ranks -----------------------------------------------------------
 
-EXPERTS = [(384, 2048, 7168), (384, 2048, 7168), (384, 7168, 2048)]
-DENSE = [
-    *[(1536, 7168), (12288, 1536), (576, 7168), (16384, 512), (7168, 8192), (384, 7168)],
-    *[(2048, 7168), (2048, 7168), (7168, 2048)],
-]
-ALL = tuple(range(1024))
-TRILLION = {
-    "EP 64 × FSDP 16": (Sharding((64, 16), ALL, (ShardedDim(0), ShardedDim(1))), sharded(1024)),
-    "FSDP": (sharded(1024, 1), sharded(1024)),
-    "HSDP 4 × 256": (
-        Sharding((4, 256), ALL, (None, ShardedDim(1))),
-        Sharding((4, 256), ALL, (None, ShardedDim(0))),
-    ),
-}
-
-
-@functools.cache
-def trillion(name: str) -> tuple[Any, int]:
-    """The plan of one rank, and how many Python functions making it has called."""
-    of_experts, of_dense = TRILLION[name]
-    shapes = 61 * [*EXPERTS, *DENSE]
-    entries = [
-        entry(
-            shape,
-            of_experts if len(shape) == 3 else of_dense,
-            number,
-            dtype=torch.bfloat16,
-            device=CUDA,
-        )
-        for number, shape in enumerate(shapes)
-    ]
-    return calls_of(lambda: make_plan(entries, rank=517))
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRILLION)
-def test_a_trillion_parameters_on_1024_ranks_are_planned_in_few_calls(name):
-    plan, calls = trillion(name)
+def test_a_trillion_parameters_on_1024_ranks_are_planned_in_few_calls():
+    """Experts on 64 ranks times shards on 16, the rest on shards of all ranks."""
+    dense = [(1536, 7168), (12288, 1536), (576, 7168), (16384, 512), (7168, 8192), (384, 7168)]
+    experts = [(384, 2048, 7168), (384, 2048, 7168), (384, 7168, 2048)]
+    both = Sharding((64, 16), tuple(range(1024)), (ShardedDim(0), ShardedDim(1)))
+    of_layer = [(shape, both) for shape in experts] + [(shape, sharded(1024)) for shape in dense]
+    entries = [
+        entry(shape, sharding, number, dtype=torch.bfloat16, device=CUDA)
+        for number, (shape, sharding) in enumerate(61 * of_layer)
+    ]
+    plan, calls = calls_of(lambda: make_plan(entries, rank=517))
     assert calls < 25e6  # a core makes one to five million in a second
     numel = [0] * len(plan.entries)
     for lane in (*plan.lanes, *plan.local_lanes):
@@ -426,16 +375,6 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_few_calls(name):
             for unit in share.units:
                 numel[unit.entry] += share.numel
     assert numel == [regions.numel(e.region(517)) for e in plan.entries]
-
-
-@pytest.mark.slow
-# In the first chunk 61 matrices of attention take as long as 22 experts, whose owners gather 4: a
-# chunk is bounded by bytes. Where every rank does more in all, that is less of it.
-@pytest.mark.parametrize(("name", "most"), [("FSDP", 1.27), ("HSDP 4 × 256", 1.07)])
-def test_a_trillion_parameters_are_balanced_over_their_owners(name, most):
-    loads = loads_of(trillion(name)[0])
-    assert max(loads.total) <= 1.05 * loads.pigeonhole
-    assert sum(max(of_chunk) for of_chunk in loads.by_chunk) <= most * loads.pigeonhole
 
 
 # -- replicas that share the work ------------------------------------------------------------------
@@ -467,11 +406,9 @@ def test_auto_compares_the_flops_that_are_saved_with_the_bytes_that_are_sent(rep
         saved = cost * count / shards * (1 - 1 / replicas)
         sent = 2 * side * side * count / (replicas * shards) * (replicas - 1)
         per_byte = 12_000 if replicas * shards > 8 else 1_200
-        assert shares(entries) == {saved > per_byte * sent}
+        for rank in range(replicas * shards):
+            assert shares(entries, rank) == {saved > per_byte * sent}
         found |= shares(entries)
-        assert {str(shares(entries, rank)) for rank in range(replicas * shards)} == {
-            str(shares(entries))
-        }
     assert found == {True, False} or replicas * shards < 9
 
 

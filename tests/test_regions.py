@@ -125,19 +125,6 @@ def test_every_rank_holds_what_torch_gives_it(seed):
                 assert start in (offset, stop), what
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_shards_tile_the_tensor_and_replicas_hold_the_same(seed):
-    for mesh, placements, shape in random_cases(100 + seed, 100):
-        sharding = sharding_of(mesh, placements)
-        counts = torch.zeros(shape, dtype=torch.long)
-        for rank in sharding.ranks:
-            counts[regions.slices(sharding.region(shape, rank))] += 1
-        replicas = math.prod(
-            size for size, p in zip(mesh.shape, placements) if isinstance(p, Replicate)
-        )
-        assert (counts == replicas).all(), f"{mesh.tolist()}: {placements} of {shape}"
-
-
 # -- DTensors --------------------------------------------------------------------------------------
 
 
