@@ -27,7 +27,6 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -37,7 +36,6 @@ from torch.utils.checkpoint import (
 
 from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
-from layouts import case
 from ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,15 +58,15 @@ def causal_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Keeps what it attends with; ``attend`` and ``around`` are replaced by tests."""
+    """Keeps what it attends with, while it ``keeps``."""
 
-    def __init__(self) -> None:
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.wq = nn.Linear(DIM, HEADS * HEAD_DIM, bias=False)
         self.wk = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
         self.wv = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
         self.wo = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
-        self.attend: Callable[..., Tensor] = causal
+        self.attend = attend
         self.calls: list[tuple[Tensor, Tensor]] = []
         self.keeps = True
 
@@ -82,9 +80,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.attention = Attention()
+        self.attention = Attention(attend)
         self.feed_forward = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,15 +94,15 @@ def call(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Calls ``way`` with each layer, or within each attention."""
+    """Calls ``around`` with each layer, and ``attend`` within each attention."""
 
-    def __init__(self, way: Callable[..., Tensor] = call, of_attend: bool = False) -> None:
+    def __init__(
+        self, around: Callable[..., Tensor] = call, attend: Callable[..., Tensor] = causal
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.around = call if of_attend else way
-        for attention in self.attentions if of_attend else ():
-            attention.attend = way
+        self.layers = nn.ModuleList(Block(attend) for _ in range(2))
+        self.around = around
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -115,12 +113,16 @@ class Model(nn.Module):
     def attentions(self) -> list[Attention]:
         return [layer.attention for layer in self.layers]
 
+    def keep(self, keeps: bool) -> None:
+        for attention in self.attentions:
+            attention.keeps = keeps
+
     def expected(self, mask: Any = "causal") -> dict[str, Tensor]:
         """Of the calls since the last time that this was asked."""
-        calls = [attention.calls for attention in self.attentions]
+        found = {name: reference(of.calls, mask) for name, of in zip(NAMES, self.attentions)}
         for attention in self.attentions:
-            attention.calls = []
-        return {name: reference(of, mask) for name, of in zip(NAMES, calls)}
+            attention.calls.clear()
+        return found
 
 
 def tokens(seed: int = 0, length: int = 6) -> Tensor:
@@ -162,16 +164,6 @@ def observing(recorder: Any, module: Any, attend: Callable[..., Any] = causal) -
     return observed
 
 
-def test_records_the_largest_causal_logit_of_each_head():
-    model = Model()
-    recorder = Recorder(model)
-    assert recorder.take() == dict.fromkeys(NAMES)
-    model(tokens())
-    assert recorder.names == NAMES
-    assert recorder.forwards == dict.fromkeys(NAMES, 1)
-    check(recorder, model)
-
-
 def test_microbatches_accumulate_and_take_starts_afresh():
     model = Model()
     recorder = Recorder(model)
@@ -179,7 +171,7 @@ def test_microbatches_accumulate_and_take_starts_afresh():
         model(tokens(seed))
     assert recorder.forwards == dict.fromkeys(NAMES, 3)
     first = recorder.take()
-    before = {name: maxima.clone() for name, maxima in first.items()}
+    before = copy.deepcopy(first)
     assert_recorded(first, model.expected())
     for maxima in recorder.take().values():
         assert maxima.shape == (HEADS,) and (maxima == -math.inf).all()
@@ -316,9 +308,11 @@ each_around = pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 
 
 @each_around
-def test_a_checkpointed_forward_counts_once(around):
+def test_a_checkpointed_forward_counts_once_whether_seen_or_observed(around):
     model, twin = Model(around), Model()
     recorder = Recorder(model)
+    model.attentions[0].attend = observing(recorder, NAMES[0], causal_by_hand)
+    twin.attentions[0].attend = causal_by_hand
     with torch.no_grad():
         model(tokens(7))
     model.expected()
@@ -328,28 +322,6 @@ def test_a_checkpointed_forward_counts_once(around):
     assert recorder.forwards == dict.fromkeys(NAMES, 2)
     check(recorder, model)
     assert_equal([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-
-
-@pytest.mark.parametrize("is_reentrant", [True, False])
-def test_attention_checkpointed_within_a_module_counts_once(is_reentrant):
-    model = Model(lambda *qkv: checkpoint(causal, *qkv, use_reentrant=is_reentrant), of_attend=True)
-    recorder = Recorder(model)
-    model(tokens()).sum().backward()
-    assert recorder.forwards == dict.fromkeys(NAMES, 1)
-    check(recorder, model)
-
-
-@each_around
-def test_attention_of_other_kinds_is_observed(around):
-    model = Model(around)
-    recorder = Recorder(model, NAMES[:1])
-    model.attentions[0].attend = observing(recorder, NAMES[0], causal_by_hand)
-    with torch.no_grad():
-        model(tokens(5))
-    model.expected()
-    model(tokens().requires_grad_()).sum().backward()
-    assert recorder.forwards == {NAMES[0]: 1}
-    assert_recorded(recorder.take(), {NAMES[0]: model.expected()[NAMES[0]]})
 
 
 # Ways to call attention
@@ -380,18 +352,21 @@ def of_five_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, PADDING[:, None])[:, 0]
 
 
-def of_three_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    each = zip(q, wide(k), wide(v))
-    return torch.stack([F.scaled_dot_product_attention(*one) for one in each])
+def by_sequence(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([F.scaled_dot_product_attention(*one) for one in zip(q, wide(k), wide(v))])
 
 
-def flexed(block_mask: Any) -> Callable[..., Tensor]:
-    return lambda q, k, v: flex.flex_attention(
-        q.detach(), k.detach(), v.detach(), block_mask=block_mask, enable_gqa=True
-    )
+def flexed(*args: Any) -> Callable[..., Tensor]:
+    return lambda *qkv: flex.flex_attention(*(t.detach() for t in qkv), *args, enable_gqa=True)
 
 
 BEFORE = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cpu")
+
+
+def checkpointed(is_reentrant: bool) -> Callable[..., Tensor]:
+    return lambda *qkv: checkpoint(causal, *qkv, use_reentrant=is_reentrant)
+
+
 # Each as a call, and the mask of the scores that it means.
 CALLS: dict[str, tuple[Callable[..., Tensor], Any]] = {
     "all": (sdpa(), None),
@@ -401,32 +376,35 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Any]] = {
     "padding": (sdpa(PADDING), PADDING),
     "bias object": (sdpa(causal_lower_right(T, T)), "causal"),
     "five dimensions": (of_five_dimensions, PADDING),
-    "three dimensions": (of_three_dimensions, None),
-    "flex": (flexed(None), None),
-    "flex with a mask": (flexed(BEFORE), "causal"),
+    "three dimensions": (by_sequence, None),
+    "checkpointed": (checkpointed(False), "causal"),
+    "checkpointed, reentrant": (checkpointed(True), "causal"),
+    "flex": (flexed(), None),
+    "flex with a mask": (flexed(None, BEFORE), "causal"),
 }
 
 
 @pytest.mark.parametrize(("attend", "mask"), CALLS.values(), ids=CALLS)
 def test_every_way_to_call_attention_is_recorded(attend, mask):
-    model = Model(attend, of_attend=True)
+    model = Model(attend=attend)
     recorder = Recorder(model)
-    model(tokens())
+    model(tokens()).sum().backward()
+    assert recorder.forwards == dict.fromkeys(NAMES, 1)
     check(recorder, model, mask)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_broadcast_batches_heads_and_other_lengths(is_causal):
-    q, k, v = torch.randn(3, HEADS, 5, 8), torch.randn(1, 1, 7, 8), torch.randn(1, 1, 7, 8)
-    model = Model()
-    model.attentions[0].attend = lambda a, b, c: (
-        F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.5).sum() * 0 + a
+    q, k = torch.randn(3, HEADS, 5, 8), torch.randn(1, 1, 7, 8)
+    options = {"is_causal": is_causal, "scale": 0.5}
+    model = Model(
+        attend=lambda own, *_: F.scaled_dot_product_attention(q, k, k, **options).sum() * 0 + own
     )
-    recorder = Recorder(model, NAMES[:1])
+    recorder = Recorder(model)
     model(tokens())
     mask = "causal" if is_causal else None
     expected = reference([(q, k.expand(3, HEADS, 7, 8))], mask) * 0.5 * math.sqrt(8)
-    assert_recorded(recorder.take(), {NAMES[0]: expected})
+    assert_recorded(recorder.take(), dict.fromkeys(NAMES, expected))
 
 
 def test_autocast_and_double_precision():
@@ -441,27 +419,26 @@ def test_autocast_and_double_precision():
 
 
 def test_maxima_are_fp32_whatever_the_default_dtype():
-    before = torch.get_default_dtype()
+    model = Model().bfloat16()
+    recorder = Recorder(model)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = Model()
-        recorder = Recorder(model)
         model(tokens().bfloat16())
-        check(recorder, model)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
+    check(recorder, model)
 
 
 def test_maxima_that_attention_has_taken_itself_are_recorded():
     scores = torch.randn(2, HEADS, 6, dtype=torch.bfloat16)
     model = Model()
     recorder = Recorder(model)
-    given = ((NAMES[0], scores), (model.attentions[1], -scores))
-    for attention, args in zip(model.attentions, given):
-        attention.attend = lambda q, k, v, args=args: recorder.observe_scores(*args) or q
+    first, second = model.attentions
+    first.attend = lambda q, k, v: recorder.observe_scores(NAMES[0], scores) or q
+    second.attend = lambda q, k, v: recorder.observe_scores(second, -scores) or q
     model(tokens())
     assert recorder.forwards == dict.fromkeys(NAMES, 1)
-    expected = [s.double().amax((0, 2)) for _, s in given]
+    expected = [s.double().amax((0, 2)) for s in (scores, -scores)]
     assert_recorded(recorder.take(), dict(zip(NAMES, expected)))
 
 
@@ -546,10 +523,10 @@ def of_vmap(model: Model) -> Any:
 @pytest.mark.parametrize("run", [of_grad, of_vmap])
 def test_within_transforms_of_torch_func_the_forward_runs_and_take_raises(run, observes):
     attend = causal_by_hand if observes else causal
-    model, twin = Model(attend, of_attend=True), Model(attend, of_attend=True)
+    model, twin = Model(attend=attend), Model(attend=attend)
     recorder = Recorder(model)
-    for name, attention, other in zip(NAMES, model.attentions, twin.attentions):
-        attention.keeps = other.keeps = False
+    model.keep(False), twin.keep(False)
+    for name, attention in zip(NAMES, model.attentions):
         attention.attend = observing(recorder, name, attend) if observes else attend
     torch.testing.assert_close(run(model), run(twin), rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"layers\.0\.attention .*transform"):
@@ -568,12 +545,6 @@ def test_tensors_without_numbers_are_passed_over(observes):
         model(tokens())
     model.to("meta")(tokens().to("meta"))
     assert recorder.take() == dict.fromkeys(NAMES)
-    model = model.to_empty(device="cpu")
-    model.load_state_dict(Model().state_dict())
-    for attention in model.attentions:
-        attention.calls.clear()
-    model(tokens())
-    check(recorder, model)
 
 
 # Forwards that do not end, or run at the same time
@@ -589,13 +560,12 @@ def aborted(model: Model, x: Tensor) -> None:
     def hook(*_: Any) -> None:
         raise Aborted
 
-    kept = [list(attention.calls) for attention in model.attentions]
+    model.keep(False)
     handle = model.layers[1].feed_forward.register_forward_pre_hook(hook)
     with pytest.raises(Aborted):
         model(x).sum().backward()
     handle.remove()
-    for attention, calls in zip(model.attentions, kept):
-        attention.calls = calls
+    model.keep(True)
 
 
 @each_around
@@ -622,14 +592,13 @@ def test_an_interrupted_forward_leaves_nothing(behind):
     before, model = F.scaled_dot_product_attention, Model()
     recorder = Recorder(model)
     model(tokens(1))
-    kept = [list(attention.calls) for attention in model.attentions]
+    model.keep(False)
     model.attentions[1].attend = interrupted
     with pytest.raises(KeyboardInterrupt):
         model(100 * tokens())
     assert F.scaled_dot_product_attention is not before
     model.attentions[1].attend = causal
-    for attention, calls in zip(model.attentions, kept):
-        attention.calls = calls
+    model.keep(True)
     if behind == "a take":
         check(recorder, model)
     elif behind == "a forward":
@@ -725,6 +694,7 @@ def test_of_hooked_modules_within_each_other_the_innermost_records():
         (["layers.1.*"], ["layers.1.attention", "layers.1.feed_forward"]),
         ("layers", ["layers.0", "layers.1"]),
         (["*.attention"], NAMES),
+        (None, NAMES),
     ],
 )
 def test_modules_are_chosen_by_name(modules, names):
@@ -789,12 +759,6 @@ def test_a_pickled_model_does_not_need_this_package():
     loaded = Elsewhere(io.BytesIO(pickle.dumps(model))).load()
     assert len(loaded.attentions[0]._forward_hooks) == 1
     assert torch.equal(loaded(tokens()), model(tokens()))
-    torch.compiler.reset()
-    compiled = torch.compile(loaded, backend="eager", fullgraph=True)
-    for attention in loaded.attentions:
-        attention.keeps = False
-        attention.attend = observing(loaded.attentions[0].recorder, "anything")
-    torch.testing.assert_close(compiled(tokens()), model(tokens()))
 
 
 # Compiled
@@ -809,8 +773,8 @@ def test_compiled_modules_run_as_before_and_have_to_observe(what, around, observ
     twin, model = Model(), Model(around)
     twin(tokens()).square().sum().backward()
     recorder, expected = Recorder(model), twin.expected()
+    model.keep(False)
     for name, attention in zip(NAMES, model.attentions):
-        attention.keeps = False
         attention.attend = observing(recorder, name) if observes else causal
     how: dict[str, Any] = {"backend": "eager", "fullgraph": True}
     if observes and around is non_reentrant:
@@ -839,10 +803,11 @@ def test_compiled_modules_of_a_forward_that_raised_leave_nothing():
     model, twin = Model(), Model()
     recorder = Recorder(model)
     for name, attention in zip(NAMES, model.attentions):
-        attention.keeps, attention.attend = False, observing(recorder, name)
+        attention.attend = observing(recorder, name)
         attention.compile(backend="eager", fullgraph=True)
     for x in (tokens(), tokens(1)):
         aborted(model, 100 * x)
+        model.keep(False)
         model(x)
         twin(x)
         check(recorder, twin)
@@ -853,27 +818,17 @@ def test_what_is_compiled_within_a_module_stays_whole():
     helper = torch.compile(
         lambda q: q.unflatten(-1, (2, -1)).flatten(-2), backend="eager", fullgraph=True
     )
-    model = Model(lambda q, k, v: causal(helper(q), k, v), of_attend=True)
+    model = Model(attend=lambda q, k, v: causal(helper(q), k, v))
     check_after(Recorder(model), model)
 
 
 # Meshes
 
 
-@pytest.mark.slow
 @on_ranks(4)
-def test_tensor_parallel_ranks_record_their_own_heads() -> None:
+def test_tensor_parallel_ranks_record_their_own_heads_observed_or_compiled() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    tp, dp = mesh["tp"], mesh["dp"]
-    x = tokens(dp.get_local_rank())
-
-    def shard(model: Model, by_layer: bool = False) -> Model:
-        for layer in model.layers:
-            if by_layer:
-                fully_shard(layer.attention.wq, mesh=dp)
-            fully_shard(layer, mesh=dp)
-        return fully_shard(model, mesh=dp)
-
+    tp, x = mesh["tp"], tokens(mesh["dp"].get_local_rank())
     model = parallel(Model(), tp, use_local_output=False)
     recorder = Recorder(model)
     for attention in model.attentions:
@@ -881,43 +836,14 @@ def test_tensor_parallel_ranks_record_their_own_heads() -> None:
     model(x)
     check_local_heads(recorder, model, tp)
 
-    for name, wrap in {
-        "TP": lambda model: parallel(model, tp),
-        "FSDP2 over TP": lambda model: shard(parallel(model, tp)),
-        "FSDP2 of projections over TP": lambda model: shard(parallel(model, tp), by_layer=True),
-        "checkpointed FSDP2 over TP": lambda model: shard(parallel(model, tp)),
-    }.items():
-        for before in (True, False):
-            with case(f"{name}, hooked {'before' if before else 'behind'}"):
-                model = Model(reentrant if "checkpointed" in name else call)
-                recorder = Recorder(model) if before else None
-                model = wrap(model)
-                recorder = recorder or Recorder(model)
-                for _ in range(2):
-                    model(x.clone().requires_grad_()).sum().backward()
-                    assert recorder.forwards == dict.fromkeys(NAMES, 1)
-                    check_local_heads(recorder, model, tp)
-
-    for name, wrap in {
-        "FSDP2": shard,
-        "FSDP2 of projections": lambda model: shard(model, by_layer=True),
-        "DDP": lambda model: DistributedDataParallel(model, process_group=dp.get_group()),
-    }.items():
-        with case(name):
-            inner = Model()
-            model = wrap(inner)
-            recorder = Recorder(model)
-            model(x).sum().backward()
-            taken = recorder.take()
-            assert not any(isinstance(maxima, DTensor) for maxima in taken.values())
-            assert_recorded(taken, inner.expected())
-
     model, twin = parallel(Model(), tp), parallel(Model(), tp)
     recorder = Recorder(model)
-    attention = model.attentions[0]
-    attention.keeps, attention.attend = False, observing(recorder, NAMES[0])
-    attention.compile(backend="eager")
-    shard(model)(x)
+    model.keep(False)
+    model.attentions[0].attend = observing(recorder, NAMES[0])
+    model.attentions[0].compile(backend="eager")
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh["dp"])
+    model(x)
     twin(x)
     check_local_heads(recorder, twin, tp)
 
@@ -935,11 +861,12 @@ def parallel(model: Model, mesh: Any, **output: bool) -> Model:
 
 
 def check_local_heads(recorder: Any, model: Model, mesh: Any) -> None:
-    taken, expected = recorder.take(), model.expected()
+    taken = recorder.take()
     for maxima in taken.values():
         assert isinstance(maxima, DTensor) and maxima.shape == (HEADS,)
         assert maxima.placements == (Shard(0),) and maxima.device_mesh == mesh
-    assert_recorded({name: maxima.to_local() for name, maxima in taken.items()}, expected)
+    own = {name: maxima.to_local() for name, maxima in taken.items()}
+    assert_recorded(own, model.expected())
 
 
 # On a GPU
