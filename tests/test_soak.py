@@ -1,7 +1,7 @@
-"""Thousands of steps on four ranks, with everything that can be switched being switched.
+"""Thousands of steps on four ranks, with changes of layout, options, offload and what is frozen.
 
-Beside them one process trains the same weights and switches only what changes results. It gets the
-gradients of the ranks, so that what differs is the optimizers' doing, and never loads a checkpoint.
+Beside them each rank trains the same weights as one device does, and switches only what changes
+results. It has the same gradients, which no weight decides, and never loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import pickle
 import random
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,28 +21,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as of_torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.optim import lr_scheduler
 
 from breaking import refused
+from checkpointed import CLIP, Run, load_checkpoint, save_checkpoint
 from kernel import optimizer
-from layouts import EXACT, Twins, Weight, part, part_for, whole
-from models import Model
+from layouts import ADAMW_ROUNDING, assert_same, part_for
 from ranks import run_ranks
 
 RANKS, STEPS = 4, 2000
-ROUND = 100  # steps between looks at memory, each of which ends with a checkpoint
-WARM = 5  # rounds in which memory may grow
-WAYS = ("files", "pickle", "a new one", "a copy")  # to take a checkpoint, in turn
-CONSTANT = ("storages", "bytes", "threads", "python threads", "files", "process groups")
+ROUND = 100  # steps between looks at memory, each of which ends with a change of layout
+WARM = 8  # rounds in which memory may grow
+LAYOUTS = ("FSDP2 + TP", "HSDP, spread", "EP + FSDP2", "ZeRO-2")  # in turn
+CONSTANT = ("storages", "bytes", "files", "process groups")
 CACHED = 32  # as many forms of the iteration may yet be chosen, for shapes under other options
 RESIDENT_GROWTH = 8 << 20  # over half of the steps, of what allocators do not give back
 
 OPTIONS: dict[str, list[Any]] = {
+    "lr": [0.01, 0.02],
     "none_grad": [True, False],
     "maximize": [True, False, False],
     "nesterov": [True, False],
@@ -59,38 +54,20 @@ OPTIONS: dict[str, list[Any]] = {
     "ns_steps": [3, 5],
 }
 QUIET = {"momentum_dtype": torch.float32, "maximize": False, "none_grad": True}
-WIDE = {"chunk_size": [-1, 1, 2], "warmup_step": [0, 1, 5], "hsdp": ["redundant", "spread"]}
-CHANCES = {"offload": 0.08, "option": 0.1, "freeze": 0.05, "schedule": 0.02}
+WIDE = {"chunk_size": [-1, 1, 2], "warmup_step": [0, 1, 5]}
+CHANCES = {"offload": 0.08, "option": 0.1, "freeze": 0.05}
+FREEZABLE = ("blocks.0.wq.weight", "blocks.1.down.weight", "experts.w1", "conv.weight")
 FAULTS = ("gradient", "option", "logits", "closure", "dtype")
 
-SCHEDULERS: list[Any] = [
-    lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.99**step),
-    lambda o: lr_scheduler.StepLR(o, 20, gamma=0.7),
-    lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 30),
-    lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.01, step_size_up=15, cycle_momentum=True),
-    lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o, 0.1, total_iters=9)]),
-]
 
-# Parameters that no module has: FSDP2 over TP, EP over TP, uneven rows, empty shards, replicas.
-LOOSE = {
-    "blocks.0.attn.wq.weight": Weight((16, 10), (2, 2), (0, 0)),
-    "blocks.0.attn.wk.weight": Weight((8, 10), (2, 2), (0, 1)),
-    "experts.0.w": Weight((6, 8, 10), (2, 2), (0, 1)),
-    "experts.1.w": Weight((3, 8, 12), (RANKS,), (0,)),
-    "loose.0.weight": Weight((10, 12), (RANKS,), (0,)),
-    "loose.1.weight": Weight((16, 24), (2, 2), (None, 0)),
-    "loose.2.weight": Weight((8, 30)),
-}
-CLIP = {"head_dim": 4, "threshold": 30.0}
+def run_on(layout: str, **options: Any) -> Run:
+    """All of Muon's groups have what a checkpoint may be of."""
 
+    def regroup(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        alike = {"momentum_dtype": torch.float32, "beta2": 0.9}
+        return [{**group, **(alike if group["use_muon"] else {})} for group in groups]
 
-def build(model: nn.Module, loose: Any, **wide: Any) -> Any:
-    groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
-    groups[0]["beta2"] = 0.9
-    options = {"expert_keys": ["experts"], "weight_decay": 0.05, "beta2": 0.95}
-    groups.append({"params": [*zip(LOOSE, loose)], "use_muon": True, **options})
-    own = {"momentum_dtype": torch.float32, "clip_config": CLIP}
-    return optimizer.Muon(groups, lr=0.01, **own, **EXACT, **wide)
+    return Run.on(layout, regroup=regroup, **CLIP, **options)
 
 
 class Soak:
@@ -99,110 +76,72 @@ class Soak:
     def __init__(self, directory: Path) -> None:
         self.random, self.directory = random.Random(0), directory  # alike on all ranks
         self.done: Counter[str] = Counter()
-        meshes = {sizes: init_device_mesh("cpu", sizes) for sizes in ((RANKS,), (2, 2))}
-        generator = torch.Generator().manual_seed(1)
-        self.model, whole_model = Model(), Model()
-        for layer in self.model.layers:
-            fully_shard(layer)
-        fully_shard(self.model)
-        values = [torch.randn(weight.shape, generator=generator) for weight in LOOSE.values()]
-        whole_loose = nn.ParameterList([value.clone() for value in values])
-        self.loose = nn.ParameterList(
-            part(value, meshes[w.mesh], w.placements) if w.mesh else value
-            for value, w in zip(values, LOOSE.values())
-        )
-        names = [*(name for name, _ in self.model.named_parameters()), *LOOSE]
-        params = [*self.model.parameters(), *self.loose]
-        pairs = [*zip(names, params, [*whole_model.parameters(), *whole_loose], strict=True)]
-        optims = build(self.model, self.loose), build(whole_model, whole_loose)
-        self.twins = Twins(*optims, pairs)
-        self.switch_schedule()
+        self.run, self.twin = run_on(LAYOUTS[0]), run_on("one device")
 
     @property
     def groups(self) -> list[Any]:
-        """Of both optimizers."""
-        return [*self.twins.ours.param_groups, *self.twins.reference.param_groups]
+        """Four of each optimizer."""
+        return [*self.run.optim.param_groups, *self.twin.optim.param_groups]
 
-    # -- what is switched --------------------------------------------------------------------------
-
-    def switch_schedule(self) -> None:
-        self.kind = self.random.randrange(len(SCHEDULERS))
-        for group in self.groups:
-            for key in ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"):
-                group.pop(key, None)
-            group.update(lr=0.01, momentum=0.95)
-        self.schedules = [SCHEDULERS[self.kind](o) for o in (self.twins.ours, self.twins.reference)]
-        self.done[f"schedule {self.kind}"] += 1
+    def both(self, name: str) -> list[nn.Parameter]:
+        return [each.model.get_parameter(name) for each in (self.run, self.twin)]
 
     def switch(self, what: str) -> None:
-        draw, ours = self.random, self.twins.ours
-        if what == "schedule":
-            self.switch_schedule()
-        elif what == "option":
-            key, number = draw.choice(list(OPTIONS)), draw.randrange(3)
+        draw, optim = self.random, self.run.optim
+        if what == "option":
+            key, number = draw.choice(list(OPTIONS)), draw.randrange(4)
             value = draw.choice(OPTIONS[key])
-            for group in self.groups[number::3]:
+            for group in self.groups[number::4]:
                 group[key] = value
             self.done[key] += 1
         elif what == "freeze":
-            for param in draw.choice(self.twins.pairs[-len(LOOSE) :])[1:]:
+            for param in self.both(draw.choice(FREEZABLE)):
                 param.requires_grad_(not param.requires_grad)
         elif draw.random() < 0.25:
-            ours.turn_off_cpu_offload()
+            optim.turn_off_cpu_offload()
         else:  # in slots of so many bytes that torch's fused AdamW rounds alike
             backend = optimizer.SimulatedHost(delay=1e-5, seed=dist.get_rank())
-            ours.turn_on_cpu_offload(slot_bytes=32768, backend=backend)
+            optim.turn_on_cpu_offload(slot_bytes=32768, backend=backend)
         self.done[what] += 1
 
-    # -- steps -------------------------------------------------------------------------------------
-
-    def give_gradients(self, step: int) -> None:
-        """Of a loss at every tenth step or so, else random ones, which cost less."""
-        is_real, absent = self.random.random() < 0.1, self.random.randrange(40)
-        if is_real:
-            generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
-            tokens = torch.randint(0, 50, (8,), generator=generator)
-            nn.functional.cross_entropy(self.model(tokens), tokens).backward()
-        generator = torch.Generator().manual_seed(step)
-        for number, (name, p, q) in enumerate(self.twins.pairs):
-            if is_real and name not in LOOSE:
-                q.grad = whole(p.grad).clone()
-            else:
-                q.grad = 0.1 * torch.randn(q.shape, generator=generator)
-                p.grad = part_for(p, q.grad)
-            if number == absent or not p.requires_grad:
-                p.grad = q.grad = None
+    def settle(self) -> None:
+        """What each round ends with."""
+        self.run.optim.turn_off_cpu_offload()
+        for name in FREEZABLE:
+            for param in self.both(name):
+                param.requires_grad_(True)
+        for group in self.groups:
+            group.update(QUIET)
 
     def step(self, step: int) -> None:
-        draw, is_last = self.random, (step + 1) % ROUND == 0
-        if is_last:  # each round ends alike
-            self.twins.ours.turn_off_cpu_offload()
-            for param in (param for _, *both in self.twins.pairs for param in both):
-                param.requires_grad_(True)
-            for group in self.groups:
-                group.update(QUIET)
-        for name, chance in CHANCES.items():
-            if draw.random() < chance and not is_last:
-                self.switch(name)
-        self.give_gradients(step)
-        logits = {0: torch.tensor([draw.choice([1.0, 20.0, 40.0]) for _ in range(4)])}
+        draw = self.random
+        if (step + 1) % ROUND == 0:
+            self.settle()
+        else:
+            for name, chance in CHANCES.items():
+                if draw.random() < chance:
+                    self.switch(name)
+        for each in (self.run, self.twin):
+            each.give_gradients(step)
+        absent = draw.choice([name for name, _ in self.twin.model.named_parameters()])
+        for param in self.both(absent):
+            param.grad = None
+        logits = {n: torch.tensor([draw.choice([0.5, 3.0]) for _ in range(2)]) for n in range(2)}
         if draw.random() < 0.03:
             self.fail(logits)
         closure = (lambda: step) if draw.random() < 0.1 else None
-        assert self.twins.ours.step(closure, qk_logits=logits) == (step if closure else None)
-        self.twins.reference.step(qk_logits=logits)
-        for schedule in self.schedules:
-            schedule.step()
-        for _, p, q in self.twins.pairs:
-            p.grad = q.grad = None
+        assert self.run.optim.step(closure, qk_logits=logits) == (step if closure else None)
+        self.twin.optim.step(qk_logits=logits)
+        for each in (self.run, self.twin):
+            each.model.zero_grad()
 
     def fail(self, logits: Any) -> None:
         """One rank does something wrong, all raise, and nothing has changed."""
         what, is_bad = self.random.choice(FAULTS), dist.get_rank() == self.random.randrange(RANKS)
-        group, param = self.twins.ours.param_groups[2], self.loose[4]
+        group, param = self.run.optim.param_groups[0], self.run.model.uneven.weight
         saved, kept, arguments = dict(group), param.grad, {"qk_logits": logits}
         group["missing_grad"] = "raise"
-        if is_bad and what == "gradient" and param.requires_grad:  # the others have one, or none
+        if is_bad and what == "gradient":  # the others have one, or none
             param.grad = part_for(param, torch.ones(param.shape)) if kept is None else None
         elif is_bad and what == "logits":
             arguments["qk_logits"] = {0: torch.ones(3)}
@@ -210,38 +149,32 @@ class Soak:
             arguments["closure"] = functools.partial(int, "no number")
         elif is_bad:
             group.update({"momentum_dtype": torch.int8} if what == "dtype" else {"ns_eps": 0.5})
-        refused(self.twins.ours, **arguments)
+        refused(self.run.optim, **arguments)
         group.update(saved)
         param.grad = kept
         self.done[f"fault: {what}"] += 1
 
-    def checkpoint(self, way: str) -> None:
-        """Saves the ranks' optimizer, and loads it into itself, or into a new one."""
-        ours, holder = self.twins.ours, nn.ModuleList([self.model, self.loose])
-        if way == "files":
-            directory = self.directory / str(self.done[way])
-            dcp.save(of_torch.get_optimizer_state_dict(holder, ours), checkpoint_id=directory)
-            ours = self.replace()
-            into = of_torch.get_optimizer_state_dict(holder, ours)
-            dcp.load(into, checkpoint_id=directory)
-            of_torch.set_optimizer_state_dict(holder, ours, into)
-        else:
-            saved = {
-                "pickle": lambda: pickle.loads(pickle.dumps(ours.state_dict())),
-                "a new one": lambda: copy.deepcopy(ours.state_dict()),
-                "a copy": lambda: copy.deepcopy(ours).state_dict(),  # and of its parameters
-            }[way]()
-            (self.replace() if way == "a new one" else ours).load_state_dict(saved)
-        self.done[way] += 1
+    def compare(self) -> None:
+        held, expected = self.run.held(), self.twin.held()
+        assert held.keys() == expected.keys()
+        for name, value in expected.items():
+            is_adamw = f"exp_avg of {name.split(' of ')[-1]}" in held
+            atol, rtol = (ADAMW_ROUNDING, 4e-7) if is_adamw else (0.0, 0.0)
+            assert_same(name, held[name], value, atol, rtol)
 
-    def replace(self) -> Any:
-        """A new optimizer for the ranks' parameters, with other options of all groups."""
+    def move(self, number: int) -> None:
+        """Loads its state into itself, and then all of it into a new run on the next layout."""
+        optim, way = self.run.optim, ("pickle", "a copy")[number % 2]
+        if way == "pickle":
+            optim.load_state_dict(pickle.loads(pickle.dumps(optim.state_dict())))
+        else:  # and of its parameters
+            optim.load_state_dict(copy.deepcopy(optim).state_dict())
+        layout = LAYOUTS[(number + 1) % len(LAYOUTS)]
+        save_checkpoint(self.run, self.directory / str(number))
         wide = {key: self.random.choice(values) for key, values in WIDE.items()}
-        schedule = self.schedules[0].state_dict()
-        self.twins.ours = build(self.model, self.loose, **wide)
-        self.schedules[0] = SCHEDULERS[self.kind](self.twins.ours)
-        self.schedules[0].load_state_dict(schedule)
-        return self.twins.ours
+        self.run = run_on(layout, zeroed=True, **wide)
+        load_checkpoint(self.run, self.directory / str(number))
+        self.done.update([way, layout])
 
 
 def resources() -> dict[str, int]:
@@ -259,7 +192,6 @@ def resources() -> dict[str, int]:
         "storages": len(storages),
         "bytes": sum(storages.values()),
         "threads": len(os.listdir("/proc/self/task")),
-        "python threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")),
         "process groups": len(dist.distributed_c10d._world.pg_map),
         "cached": sum(cache.currsize for cache in caches),
@@ -272,23 +204,25 @@ def soak(steps: int, directory: Path) -> tuple[list[dict[str, int]], Counter[str
     for step in range(steps):
         run.step(step)
         if (step + 1) % ROUND == 0:
-            run.twins.compare()
+            run.compare()
             rounds.append(resources())
-            run.checkpoint(WAYS[step // ROUND % len(WAYS)])
+            run.move(step // ROUND)
     return rounds, run.done
 
 
 @pytest.mark.slow
-def test_two_thousand_steps_are_those_of_one_process_and_need_no_more_memory_in_the_end(tmp_path):
-    everything = {*OPTIONS, *WAYS, *CHANCES, *(f"fault: {what}" for what in FAULTS)}
-    everything |= {f"schedule {number}" for number in range(len(SCHEDULERS))}
+def test_two_thousand_steps_are_those_of_one_device_and_need_no_more_memory_in_the_end(tmp_path):
+    faults = {f"fault: {what}" for what in FAULTS}
+    everything = {*OPTIONS, *CHANCES, *LAYOUTS, *faults, "pickle", "a copy"}
     for rounds, done in run_ranks(soak, RANKS, STEPS, tmp_path, timeout=1800):
         assert done.keys() == everything
         settled = rounds[WARM:]
         for key in CONSTANT:
-            for turn in range(len(WAYS)):  # state that was pickled has meshes of its own
-                values = {found[key] for found in settled[turn :: len(WAYS)]}
+            for turn in range(len(LAYOUTS)):
+                values = {found[key] for found in settled[turn :: len(LAYOUTS)]}
                 assert len(values) == 1, f"{key}: {[found[key] for found in rounds]}"
+        threads = [found["threads"] for found in settled]
+        assert min(threads[-4:]) <= min(threads[:4]), threads  # one may still be ending
         assert settled[-1]["cached"] - settled[0]["cached"] <= CACHED
         growth = settled[-1]["resident"] - settled[len(settled) // 2]["resident"]
         assert growth <= RESIDENT_GROWTH, [found["resident"] for found in rounds]
