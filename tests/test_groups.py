@@ -24,6 +24,8 @@ Muon = optimizer.Muon
 default_is_muon = optimizer.default_is_muon
 get_default_muon_param_groups = optimizer.get_default_muon_param_groups
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KEYS = ["experts"]
 STACKS = "model.layers.0.mlp.experts.gate_up_proj"
 EMBEDDINGS_AND_HEADS = """

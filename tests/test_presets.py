@@ -13,7 +13,8 @@ import reference as ref
 from comparisons import relative_error, relative_error_of_known
 from kernel import optimizer
 from layouts import params_of, randn
-from ranks import run_ranks
+from models import Model
+from ranks import on_ranks
 
 presets = optimizer.presets
 SHAPES = [(24, 24), (40, 16), (16, 40), (64, 12)]
@@ -24,8 +25,10 @@ FP32 = {"ns_dtype": torch.float32}
 # at most 1.5e-2, and 4.8e-2 with nanochat's, whose cautious decay hangs on rounded signs.
 FLOAT32, BFLOAT16, NANOCHATS_BFLOAT16 = 1e-4, 4e-2, 0.1
 
-# A short schedule of Polar Express is a case here.
-pytestmark = pytest.mark.filterwarnings("ignore:.*leave singular values")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*leave singular values"),  # of a short Polar Express
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def parameters(shapes=SHAPES, seed=0, dtype=torch.float32):
@@ -150,7 +153,7 @@ def tolerance_in_bfloat16(name):
 def test_presets_give_their_sources_numbers_in_float64(name, arguments):
     # eps is added to the norm of the matrix scaled to 1, not of the matrix itself: 1e-7 apart.
     optim, params, source, initial = beside_source(name, arguments, torch.float64)
-    run(5, (optim, params, source))
+    run(20, (optim, params, source))
     check(params, initial, source.weights, 1e-5)
     for i, p in enumerate(params):
         state = optim.state[p]
@@ -204,40 +207,11 @@ def test_learning_rates_may_be_tensors(name):
     check(params, initial, source.weights, FLOAT32)
 
 
-class Regression(nn.Module):
-    """Two layers and a head, of `SHAPES`' kinds: square, tall, wide."""
-
-    def __init__(self, params, dtype):
-        super().__init__()
-        self.weights = params
-        self.inputs, self.targets = randn(64, 24, dtype=dtype), randn(64, 16, seed=9, dtype=dtype)
-
-    def gradients(self, t):
-        x = self.inputs.roll(t, 0)[:32]
-        for W in self.weights:
-            x = torch.tanh(x @ W.mT)
-        loss = (x - self.targets.roll(t, 0)[:32]).square().mean()
-        return torch.autograd.grad(loss, list(self.weights))
-
-
-# What an eps added to the norm does to small gradients is the source's, too.
-TWENTY = [(name, kind) for name in SOURCES for kind in ("random", "training")]
-TWENTY += [("keller_jordan", "small")]
-
-
-@pytest.mark.parametrize("name, kind", TWENTY)
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
-)
-def test_twenty_steps_in_exact_arithmetic_are_those_of_each_source(name, dtype, kind):
-    arguments = NANOCHAT if name in NANOCHATS else {}
-    optim, params, source, initial = beside_source(
-        name, arguments, dtype, [(24, 24), (64, 24), (16, 64)], ns_dtype=dtype, comm_dtype=dtype
-    )
-    model = Regression(params, dtype)
+def test_an_eps_added_to_the_norm_of_small_gradients_is_keller_jordans_too():
+    fp64 = {"ns_dtype": torch.float64, "comm_dtype": torch.float64}
+    optim, params, source, initial = beside_source("keller_jordan", {}, torch.float64, **fp64)
     for t in range(1, 21):
-        grads = model.gradients(t) if kind == "training" else gradients(params, t)
-        grads = [G * 1e-9 for G in grads] if kind == "small" else grads
+        grads = [G * 1e-9 for G in gradients(params, t)]
         for p, G in zip(params, grads):
             p.grad = G.clone()
         source.step(grads)
@@ -332,21 +306,9 @@ def test_factors_of_matrices_do_not_reach_adamw(scale_mode):
         assert (matrices["lr"], matrices["weight_decay"]) == (0.05, 0.02)
 
 
-class Moe(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(11, 8)
-        self.wq = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(8)
-        self.experts = nn.ParameterDict({"w1": torch.zeros(3, 12, 8), "w2": torch.zeros(3, 8, 12)})
-        self.lm_head = nn.Linear(8, 11, bias=False)
-        for i, p in enumerate(self.parameters()):
-            p.data.copy_(randn(*p.shape, seed=i) * 0.1)
-
-
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "moonlight"])
 def test_presets_keep_the_algorithm_and_the_experts_of_default_groups(name):
-    groups = optimizer.get_default_muon_param_groups(Moe(), expert_keys=["experts"])
+    groups = optimizer.get_default_muon_param_groups(Model(), expert_keys=["experts"])
     optim = optimizer.Muon(**getattr(presets, name)(groups))
     assert optim.names == [group["names"] for group in groups]
     assert [group["use_muon"] for group in optim.param_groups] == [True, False]
@@ -363,7 +325,7 @@ def test_motifs_options_may_be_replaced():
 
 def motifs_groups(params, others):
     """Of a model with experts, whose parameters it puts into the lists."""
-    groups = optimizer.muon.get_default_muon_param_groups(Moe(), expert_keys=["experts"])
+    groups = optimizer.get_default_muon_param_groups(Model(), expert_keys=["experts"])
     params[:], others[:] = (group["params"] for group in groups)
     return groups
 
@@ -425,16 +387,8 @@ def test_groups_of_both_algorithms_give_the_sources_numbers(name):
 
 
 def test_keller_jordans_adam_counts_missing_gradients_as_zeros():
-    vectors = parameters([(7,), (6, 5)])
-    before = copies(vectors)
-    adam = ref.ReferenceAdamW(vectors, dict(lr=0.1, adamw_eps=1e-10, weight_decay=0.0))
-    optim = make("keller_jordan", [{"params": vectors, "use_muon": False, "lr": 0.1}], {})
-    for t in range(1, 4):
-        first, second = gradients(vectors, t)
-        adam.step([first * (t != 2), second])
-        vectors[0].grad, vectors[1].grad = first if t != 2 else None, second
-        optim.step()
-    check(vectors, before, adam.weights, 1e-5)
+    optim = make("keller_jordan", [{"params": parameters([(7,)]), "use_muon": False}], {})
+    assert optim.param_groups[0]["missing_grad"] == "zero"
 
 
 # Tensors of more than two dimensions
@@ -523,6 +477,7 @@ def nanochat_groups(params, vectors):
     ]
 
 
+CUBIC = {"coefficient_type": "cubic5"}
 OF_OTHER_ALGORITHM = {"use_muon": False}
 # A preset, groups, arguments, and what the message names.
 REFUSED = [
@@ -546,12 +501,7 @@ REFUSED = [
     ("dion", [{"algorithm": "muon", **OF_OTHER_ALGORITHM}], {}, r"\[0\].*algorithm.*use_muon"),
     ("emerging_optimizers", [{}], dict(coefficient_type="aol"), "coefficient_type.*'aol'"),
     ("emerging_optimizers", [{}], dict(num_ns_steps=6), "num_ns_steps=6.*'quintic'"),
-    (
-        "emerging_optimizers",
-        [{}],
-        dict(coefficient_type="cubic5", num_ns_steps=6),
-        "num_ns_steps=6.*'cubic5'",
-    ),
+    ("emerging_optimizers", [{}], {**CUBIC, "num_ns_steps": 6}, "num_ns_steps=6.*'cubic5'"),
     ("emerging_optimizers", [{}], dict(scale_mode="none"), "scale_mode.*'none'"),
     ("emerging_optimizers", [{}], dict(extra_scale_factor=0.0), "extra_scale_factor.*0.0"),
     ("emerging_optimizers", [{}], dict(extra_scale_factor="1"), "extra_scale_factor.*'1'"),
@@ -679,8 +629,10 @@ def test_muon_adamw_computes_bfloat16_parameters_of_adamw_in_fp32(version):
     assert relative_error(p.detach(), W.double()) < 1e-4
 
 
-def of_all_ranks(dist_class):
-    """What `MuonAdamW` of July makes of each rank's own gradients."""
+@pytest.mark.parametrize("dist_class", [False, True])
+@on_ranks(2)
+def test_julys_muon_adamw_is_one_class_for_one_rank_and_many(dist_class):
+    """Of each rank's own gradients."""
     params, vectors = parameters(), parameters([(8,), (6, 5)], seed=50)
     before, vectors_before = copies(params), copies(vectors)
     source = ref.NanochatJulyReference(params, **NANOCHAT)
@@ -697,11 +649,6 @@ def of_all_ranks(dist_class):
         optim.step()
     check(params, before, source.weights, BFLOAT16)  # updates travel in bf16
     check(vectors, vectors_before, adamw.weights, 1e-5)
-
-
-@pytest.mark.parametrize("dist_class", [False, True])
-def test_julys_muon_adamw_is_one_class_for_one_rank_and_many(dist_class):
-    run_ranks(of_all_ranks, 2, dist_class)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ recipes, Muon = optimizer.recipes, optimizer.Muon
 SIZES = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 FP32 = {"ns_dtype": torch.float32}
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def module(**parts):
     """Of layers, given as (rows, columns), and of other modules, parameters and sizes."""
