@@ -80,7 +80,7 @@ def train(
         options: Muon's.
     """
     model = build_model()
-    groups = optimizer.muon.get_default_muon_param_groups(model)
+    groups = optimizer.get_default_muon_param_groups(model)
     optim = optimizer.Muon(groups, **{"lr": 1e-2, "weight_decay": 0.1, **options})
     if prepare is not None:
         prepare(model, optim)
@@ -126,5 +126,5 @@ def assert_same(found: Trained, expected: Trained, rounding: float = 0.0) -> Non
 
 
 def assert_falls(losses: Iterable[float]) -> None:
-    losses = list(losses)
-    assert losses[-1] < losses[0] - 0.5, losses
+    first, *_, last = losses
+    assert last < first - 0.5, (first, last)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
-from torch import Tensor, nn
 
 import accelerate_fsdp2
 import plain
@@ -84,42 +83,6 @@ def ranks_hold_state() -> dict[str, tuple[int, int]]:
     return counts
 
 
-class WithExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.router = nn.Linear(8, 4)
-        self.experts = nn.ParameterDict({"w": torch.randn(4, 16, 8)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bd,eod,be->bo", x, self.experts["w"], self.router(x).softmax(-1))
-
-
-def groups_with_experts(model: nn.Module) -> list[dict[str, Any]]:
-    return optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
-
-
-def step_with_experts(model: nn.Module, optim: Any) -> list[float]:
-    losses = []
-    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
-    for _ in range(STEPS):
-        loss = (model(x) - x.repeat(1, 2)).square().mean()
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def ranks_train_experts() -> Trained:
-    accelerator = accelerate_fsdp2.make_accelerator()
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = ["WithExperts"]
-    model = WithExperts()
-    optim = optimizer.Muon(groups_with_experts(model), lr=3e-2, **FP32)
-    model, optim = accelerator.prepare(model, optim)
-    return Trained(step_with_experts(model, optim), whole_weights_of(model))
-
-
 def test_accumulation_with_options_by_name_and_qk_clip_equals_a_plain_loop(tmp_path):
     found = ranked.run(ranks_accumulate, tmp_path)
     options: dict[str, Any] = {**FP32, **BY_NAME, "prepare": attach_recorder, "accumulate": 2}
@@ -136,11 +99,3 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_been(tmp_path, precision):
 
 def test_no_state_of_unsharded_parameters_is_kept(tmp_path):
     assert ranked.run(ranks_hold_state, tmp_path) == {False: (0, 21), True: (21, 21)}
-
-
-def test_stacked_experts_are_matrices_of_their_own(tmp_path):
-    found = ranked.run(ranks_train_experts, tmp_path)
-    model = WithExperts()
-    optim = optimizer.Muon(groups_with_experts(model), lr=3e-2, **FP32)
-    expected = Trained(step_with_experts(model, optim), whole_weights_of(model))
-    assert_same(found, expected, rounding=1e-5)

@@ -38,18 +38,17 @@ def expected(**arguments: Any) -> Trained:
 
 # A scale is a power of two, and gradients of the forward in fp16 stay far from its ends.
 SCALED = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+# Arguments of the trainer, and of the plain loop.
+PRECISIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "the example": ({}, {}, 0.0),
+    "bf16": ({"precision": "bf16-mixed"}, {"autocast": True}, 0.0),
+    "fp16 with a scaler": ({"plugins": SCALED}, {}, 0.1),
+}
 
 
-@pytest.mark.parametrize(
-    "arguments, plainly, rounding",
-    [
-        ({}, {}, 0.0),
-        ({"precision": "bf16-mixed"}, {"autocast": True}, 0.0),
-        ({"plugins": SCALED}, {}, 0.1),
-    ],
-    ids=["the example", "bf16", "fp16 with a scaler"],
-)
-def test_training_with_clipping_equals_a_plain_loop(arguments, plainly, rounding):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_training_with_clipping_equals_a_plain_loop(precision):
+    arguments, plainly, rounding = PRECISIONS[precision]
     found = train(Module(STEPS), make_trainer(**arguments))
     assert_same(found, expected(**plainly), rounding)
 

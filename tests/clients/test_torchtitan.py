@@ -89,18 +89,6 @@ def test_saved_shards_go_on_as_if_nothing_had_been_and_load_on_one_process(tmp_p
     assert_same(run.trained(), whole, rounding=1e-5)
 
 
-def test_the_state_of_a_first_state_dict_is_by_name_and_changes_nothing():
-    run = Run(shards=False)
-    before = weights_of(run.model)
-    saved = run.optimizers.state_dict()
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not saved[f"state.{name}.momentum_buffer"].any()
-    assert saved[f"param_groups.{name}.lr"] == 0.5e-2  # a warm-up of two steps
-    assert saved[f"param_groups.{name}.use_muon"] is True
-    run.optimizers.load_state_dict(saved)
-    torch.testing.assert_close(weights_of(run.model), before, rtol=0, atol=0)
-
-
 def test_muon_beside_adamw_as_two_optimizers_of_one_container():
     config = muon(lr=1e-2)
     others = config.param_groups[0]

@@ -73,19 +73,13 @@ def test_every_way_equals_a_plain_loop_and_resumes(tmp_path, way):
     assert_same(train(again, resume_from_checkpoint=half_of(tmp_path)), whole)
 
 
-@pytest.mark.parametrize(
-    "arguments, plainly",
-    [
-        ({"bf16": True}, {"autocast": True}),
-        (
-            {"gradient_accumulation_steps": 1, "lr_scheduler_type": "constant", "max_grad_norm": 0},
-            {"accumulate": 1, "schedule": None, "max_norm": None},
-        ),
-    ],
-    ids=["bf16", "without clipping, accumulation and schedule"],
-)
-def test_arguments_of_the_trainer_mean_what_they_do_in_a_plain_loop(tmp_path, arguments, plainly):
-    assert_same(train(make_trainer(tmp_path, **arguments)), expected(**plainly))
+WITHOUT = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "constant", "max_grad_norm": 0}
+
+
+def test_arguments_of_the_trainer_mean_what_they_do_in_a_plain_loop(tmp_path):
+    assert_same(train(make_trainer(tmp_path, bf16=True)), expected(autocast=True))
+    plainly = expected(accumulate=1, schedule=None, max_norm=None)
+    assert_same(train(make_trainer(tmp_path, **WITHOUT)), plainly)
 
 
 def test_the_factory_makes_what_for_model_makes(tmp_path):
@@ -108,15 +102,11 @@ def test_the_factory_makes_one_for_each_model_of_model_init(tmp_path):
         assert_same(train(trainer), expected())
 
 
-@pytest.mark.parametrize(
-    "options, names", [({}, "'lr'"), ({**OPTIONS, "warmup": 3}, "warmup.*'warmup_step'")]
-)
-def test_wrong_arguments_of_the_factory_raise(tmp_path, options, names):
-    with pytest.raises(TypeError, match=names):
-        make_trainer(tmp_path, options).train()
-
-
-def test_the_groups_that_trainer_makes_by_itself_raise_and_name_what_to_write(tmp_path):
+def test_wrong_arguments_of_the_factory_raise(tmp_path):
+    for options, names in (({}, "'lr'"), ({**OPTIONS, "warmup": 3}, "warmup.*'warmup_step'")):
+        with pytest.raises(TypeError, match=names):
+            make_trainer(tmp_path, options).train()
+    # The groups that Trainer makes by itself.
     trainer = make_trainer(tmp_path, way="class and kwargs")
     del trainer.optimizer_cls_and_kwargs[1]["params"]
     with pytest.raises(ValueError, match=r"Muon\.for_model"):
