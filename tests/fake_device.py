@@ -15,6 +15,7 @@ device only.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import itertools
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -117,24 +119,30 @@ def _again(held: Tensor, requires_grad: bool, is_param: bool) -> Fake:
 class Memory:
     """Bytes of the device: of storages that are alive, and the most there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Any) -> None:
         self.now = 0
         self.peak = 0
+        self._recorder = recorder
         self._alive: dict[int, weakref.ref[Any]] = {}  # storages by identity
 
     def meet(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         if key not in self._alive:
-            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key, nbytes))
+            start = storage.data_ptr() if self._recorder else 0
+            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key, start, nbytes))
             self.now += nbytes
             self.peak = max(self.peak, self.now)
+            if self._recorder:
+                self._recorder.allocated(start, start + nbytes)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._alive
 
-    def _forget(self, key: int, nbytes: int) -> None:
+    def _forget(self, key: int, start: int, nbytes: int) -> None:
         del self._alive[key]
         self.now -= nbytes
+        if self._recorder:
+            self._recorder.freed(start, start + nbytes)
 
     def settled(self) -> int:
         """Bytes once no thread of gloo's holds what it moved.
@@ -171,12 +179,13 @@ class Device:
         self.recorder = recorder
         self.numbers = itertools.count()  # of streams
         self.streams = [_Stream(name="compute")]  # the current one is the last
-        self.memory = Memory()
+        self.memory = Memory(recorder)
         self.operations: Counter[str] = Counter()
         self.host_operations: Counter[str] = Counter()
         self.computes = computes
         self.waits: Counter[str] = Counter()
         self.locked: dict[int, int] = {}  # page-locked bytes by address
+        self.unlocked: list[int] = []  # after how many waits for streams, of each that was so
 
     def is_locked(self, tensor: Tensor) -> bool:
         at = tensor.data_ptr()
@@ -379,7 +388,9 @@ def _driver() -> SimpleNamespace:
         return 0
 
     def unregister(address: int) -> int:
-        del _device.locked[address]
+        # The memory is still there: reading it would crash otherwise.
+        ctypes.string_at(address, _device.locked.pop(address))
+        _device.unlocked.append(_device.waits["synchronize"])
         return 0
 
     return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
@@ -429,7 +440,10 @@ def fake_device(
 
 
 def rows_at(value: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
-    """A DTensor, of which each rank's rows are on the host or on the device of its mesh."""
-    utils, layout = optimizer.distributed.dtensors, (mesh, (Shard(0),))
-    part = utils.shard_tensor(value, layout).to_local().to(device)
-    return utils.dtensor_of(part, layout, value.shape, value.stride())
+    """A DTensor, of which each rank's rows are on the host or on the device of its mesh, to which
+    `DTensor.from_local` would move them."""
+    rows = -(-len(value) // mesh.size())
+    part = value.detach()[rows * mesh.get_local_rank() :][:rows].clone().to(device)
+    meta = TensorMeta(value.shape, value.stride(), value.dtype)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]

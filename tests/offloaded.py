@@ -1,4 +1,5 @@
-"""Optimizers of the same parameters, of which one is to be offloaded, and what they train."""
+"""What tests of CPU offload train: a `Pair` of optimizers in host memory, of which one is to be
+offloaded, and a `Training` beside the accelerator of fake_device.py."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from comparisons import assert_equal
+from fake_device import CUDA, rows_at
 from kernel import as_arguments, optimizer
-from layouts import MEMORY, params_of
+from layouts import MEMORY, local, params_of, random
 
 Muon = optimizer.Muon
 Host = optimizer.SimulatedHost
@@ -144,3 +148,101 @@ class Pair:
 def tensors_of(optim: Any) -> list[torch.Tensor]:
     """Of the state, without step counts."""
     return [t for own in optim.state.values() for key, t in own.items() if key != "step"]
+
+
+# -- beside an accelerator -------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+SLOT_BYTES = 32768
+MOMENTS = ["momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq"]
+MATRIX_SHAPES = {"w1": (96, 64), "w2": (64, 128), "experts": (4, 32, 48), "odd": (33, 20)}
+OTHER_SHAPES = {"embedding": (50, 32), "norm": (64,)}
+ROWS = {"w1": "(q=32 + 16 + q=32 + 16) d", "w2": "(k=64) d", "norm": "(k=64) d"}
+CLIPPED = {"clip_config": {"head_dim": 32, "threshold": 2.0, "row_map": ROWS}}
+
+Make = Callable[[Tensor], Tensor]  # a parameter, or its gradient, of its value on the host
+
+
+def placed(at: torch.device) -> Make:
+    """Each rank has rows, there."""
+    mesh = DeviceMesh("cuda", list(range(dist.get_world_size())))
+    return lambda value: rows_at(value, mesh, at)
+
+
+class Training:
+    """An optimizer, its parameters by name, and steps with gradients that depend on their number.
+
+    Args:
+        make: places a parameter, or its gradient.
+        is_on: whether it is offloaded.
+        steps: that it has made.
+        options: of the optimizer.
+    """
+
+    def __init__(
+        self,
+        make: Make = lambda value: value.to(CUDA),
+        is_on: bool = True,
+        steps: int = 0,
+        **options: Any,
+    ):
+        self.make, self.steps = make, 0
+        self.params = {
+            name: nn.Parameter(self._random(name)) for name in (*MATRIX_SHAPES, *OTHER_SHAPES)
+        }
+        muon, others = (
+            [(n, self.params[n]) for n in names] for names in (MATRIX_SHAPES, OTHER_SHAPES)
+        )
+        groups: list[dict[str, Any]] = [
+            {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
+            {"params": others, "use_muon": False},
+        ]
+        options = {"lr": 0.1, "ns_dtype": FP32, "ns_coefficients": "quintic", **options}
+        self.optimizer = Muon(groups, ns_steps=2, **options)
+        if is_on:
+            self.turn_on()
+        self.step(steps)
+
+    def _random(self, name: str) -> Tensor:
+        shape = {**MATRIX_SHAPES, **OTHER_SHAPES}[name]
+        generator = torch.Generator().manual_seed(1000 * self.steps + sum(map(ord, name)))
+        return self.make(random(shape, FP32, generator) / 4)
+
+    def set_gradients(self) -> None:
+        self.steps += 1
+        for name, param in self.params.items():
+            param.grad = self._random(name)
+
+    def drop_gradients(self) -> Training:
+        for param in self.params.values():
+            param.grad = None
+        return self
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.set_gradients()
+            self.optimizer.step()
+
+    def turn_on(self, slot_bytes: int = SLOT_BYTES) -> None:
+        self.optimizer.turn_on_cpu_offload(slot_bytes=slot_bytes)
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors that can be large, this rank's parts."""
+        return {
+            f"{name}.{key}": local(value)
+            for name, param in self.params.items()
+            for key, value in self.optimizer.state[param].items()
+            if key in MOMENTS
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state().values())
+
+    def devices(self) -> set[torch.device]:
+        """Where state is; all of it is there."""
+        assert len(self.state()) == 2 * len(MATRIX_SHAPES) + 2 * len(OTHER_SHAPES)
+        return {tensor.device for tensor in self.state().values()}
+
+    def model(self) -> nn.Module:
+        return nn.ParameterDict(self.params)

@@ -8,22 +8,21 @@ of the later one's queue has come to the earlier one.
 
 The host's giving work to queues orders nothing between queues. But what the host knows to be done
 (by `synchronize`) is done before all that it gives to any queue afterwards.
-
-A `Recorder` is a backend of CPU offload in host memory. A `DeviceRecorder` watches the streams and
-collectives of a fake device.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
+import weakref
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -35,17 +34,13 @@ from torch.utils._pytree import tree_leaves
 import fake_device
 from kernel import optimizer
 
-backend = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend")
-COMPUTE, IN, OUT = backend.COMPUTE, backend.IN, backend.OUT
 HOST = "host"
 
 Clock = dict[str, int]
 
 # Files whose functions are no call sites.
-INSIDE = {
-    *(__file__, fake_device.__file__),
-    *(backend.__file__, inspect.getfile(optimizer.SimulatedHost)),
-}
+BACKEND = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend")
+INSIDE = {__file__, fake_device.__file__, BACKEND.__file__}
 
 # What only looks at a tensor's shape. Views are left out by their schema.
 WITHOUT_DATA = (
@@ -54,9 +49,13 @@ WITHOUT_DATA = (
     *("_unsafe_view", "resize_", "set_", "record_stream", "is_pinned"),
 )
 
+# Collectives of single tensors, by all names that releases of torch have for them. The output, then
+# the input; one tensor is both.
+COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "all_gather_single")
+COLLECTIVES += ("reduce_scatter_tensor", "reduce_scatter_single")
 
-@dataclass(frozen=True)
-class Mark:
+
+class Mark(NamedTuple):
     """An event: behind the first `time` accesses and marks of `queue`, and all in its `clock`."""
 
     queue: str
@@ -64,8 +63,7 @@ class Mark:
     clock: Clock
 
 
-@dataclass
-class Access:
+class Access(NamedTuple):
     """The last of its kind of a queue to some bytes."""
 
     time: int
@@ -79,116 +77,59 @@ class Cell:
     end: int
     reads: dict[str, Access] = field(default_factory=dict)  # by queue
     writes: dict[str, Access] = field(default_factory=dict)
-    is_freed: bool = False
 
 
-class Recorder(optimizer.SimulatedHost):
-    """A backend in host memory that tells which accesses race.
+class Recorder(TorchDispatchMode):
+    """Tells which accesses race, of streams and collectives of a fake device, and of the host.
 
-    Accesses are copies; `allocate` and `free`, which write all of the memory as ``COMPUTE``; what
-    is told by `touched`; and torch's operations within `watching`. Memory that was freed is kept,
-    and using it is told as a race. Other memory of interest has to stay alive as long as the
-    recorder: what is allocated later at its address would be taken for it.
+    Operations on the device are the current stream's, all others the host's. The collectives of
+    each process group have a clock, too, as NCCL has streams of its own for them: a collective is
+    behind what the current stream was given before, and the current stream is behind a collective
+    only after ``wait()``. Kernels that torch doesn't dispatch are not seen.
 
     Args:
-        dropped: calls of `wait` to ignore, by their places in `waits`; or a function of the place
-            and the call site.
+        dropped: the call site of `wait` whose calls are ignored.
 
     Attributes:
+        device: the fake one.
         races: one line for each pair of accesses that nothing orders.
         waits: the call sites of `wait`, as qualified names of functions, with dropped ones.
+        collectives: how many were launched.
     """
 
-    def __init__(self, dropped: Collection[int] | Callable[[int, str], bool] = ()):
+    device: fake_device.Device
+
+    def __init__(self, dropped: str | None = None):
         super().__init__()
         self.races: list[str] = []
         self.waits: list[str] = []
-        self._drops = dropped if callable(dropped) else lambda place, site: place in dropped
+        self.collectives = 0
+        self._dropped = dropped
         self._clocks: dict[str, Clock] = {}
         self._starts: list[int] = []  # of the cells, in order
         self._cells: dict[int, Cell] = {}  # by start
-        self._allocated: list[Tensor] = []  # all ever
+        self._hosts: dict[int, weakref.ref[Any]] = {}  # storages in host memory, by address
         self._is_quiet = False
 
-    # -- the backend
+    # -- what orders
 
-    def allocate(self, nbytes: int) -> Tensor:
-        with self._quietly():
-            memory: Tensor = super().allocate(nbytes)
-        self._allocated.append(memory)
-        self.touched(memory, write=True, label=f"allocate in {_call_site()}")
-        return memory
-
-    def free(self, memory: Tensor) -> None:
-        self.touched(memory, write=True, label=f"free in {_call_site()}")
-        for cell in self._cover(*_interval(memory)):
-            cell.is_freed = True
-        with self._quietly():
-            super().free(memory)
-
-    def record(self, on: str) -> Mark:
-        clock = self._clock(on)
-        mark = Mark(on, clock[on], dict(clock))
-        clock[on] += 1
+    def record(self, queue: str) -> Mark:
+        clock = self._clock(queue)
+        mark = Mark(queue, clock[queue], dict(clock))
+        clock[queue] += 1
         return mark
 
-    def wait(self, on: str, event: Mark) -> None:
-        place, site = len(self.waits), _call_site()
-        self.waits.append(site)
-        if not self._drops(place, site):
-            _join(self._clock(on), event.clock)
-
-    def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        label = f"copy in {_call_site()}"
-        for target, source in zip(targets, sources):
-            self.touched(source, write=False, by=on, label=label)
-            self.touched(target, write=True, by=on, label=label)
-            with self._quietly():
-                target.copy_(source)
+    def wait(self, queue: str, event: Mark) -> None:
+        self.waits.append(_call_site())
+        if self.waits[-1] != self._dropped:
+            _join(self._clock(queue), event.clock)
 
     def synchronize(self, event: Mark) -> None:
         _join(self._clock(HOST), event.clock)
 
-    # -- for tests
-
-    def is_done(self, event: Mark) -> bool:
-        """Whether the host knows that all before an event is done."""
-        return self._clock(HOST)[event.queue] >= event.time
-
-    def touched(self, tensor: Tensor, write: bool, by: str = COMPUTE, label: str = "") -> None:
-        """Tells what a queue, or `HOST`, does to a tensor's bytes, those in its gaps included."""
-        clock = self._clock(by)
-        what = f"{by} {'writes' if write else 'reads'} ({label})"
-        for cell in self._cover(*_interval(tensor)):
-            if cell.is_freed:
-                self._race(f"{what} what was freed")
-            for verb, accesses in [("wrote", cell.writes)] + [("read", cell.reads)] * write:
-                for queue, old in accesses.items():
-                    if queue != by and clock[queue] < old.time:
-                        self._race(f"{what} unordered with: {queue} {verb} ({old.label})")
-            (cell.writes if write else cell.reads)[by] = Access(clock[by], label)
-
-    def queue_of(self, tensors: Sequence[Tensor]) -> str:
-        """Which queue does an operation on these tensors, within `watching`."""
-        return COMPUTE
-
-    def is_of_interest(self, tensor: Tensor) -> bool:
-        """Of a tensor within `watching`: memory that was met before."""
-        start, end = _interval(tensor)
-        before = bisect_left(self._starts, end) - 1  # the last cell that begins before the end
-        return before >= 0 and start < self._cells[self._starts[before]].end
-
-    @contextmanager
-    def watching(self) -> Iterator[Recorder]:
-        """Takes torch's operations of this thread for ``COMPUTE``'s, on memory met until then.
-
-        On host memory too, though with an accelerator those would be the host's: a test that cares
-        tells them by `touched`. Kernels that torch doesn't dispatch are not seen.
-        """
-        with _Watch(self):
-            yield self
-
-    # -- clocks and cells
+    @property
+    def current(self) -> str:
+        return self.device.streams[-1].name
 
     def _clock(self, queue: str) -> Clock:
         """A queue's, when the host gives it something: behind all that the host knows."""
@@ -197,10 +138,96 @@ class Recorder(optimizer.SimulatedHost):
             _join(clock, self._clock(HOST))
         return clock
 
-    def _race(self, what: str) -> None:
-        """Once for two labels: a loop has the same race in each of its rounds."""
-        if what not in self.races:
-            self.races.append(what)
+    # -- what is ordered
+
+    def touched(self, tensor: Tensor, write: bool, by: str, label: str) -> None:
+        """Notes what a queue does to a tensor's bytes, those in its gaps included."""
+        storage = tensor.untyped_storage()
+        if not self.device.memory.has(storage) and storage.data_ptr() not in self._hosts:
+            self._hosts[storage.data_ptr()] = weakref.ref(
+                storage, partial(self._forget, *_bytes(storage))
+            )
+        self._note(*_interval(tensor), write, by, label)
+
+    def allocated(self, start: int, end: int) -> None:
+        """Notes that the current stream has got memory of the device."""
+        self._note(start, end, True, self.current, "allocation")
+
+    def freed(self, start: int, end: int) -> None:
+        """Notes that the current stream may use memory of the device for something else."""
+        self._note(start, end, True, self.current, "release")
+        self._forget(start, end)
+
+    def _note(self, start: int, end: int, write: bool, by: str, label: str) -> None:
+        clock = self._clock(by)
+        what = f"{by} {'writes' if write else 'reads'} ({label})"
+        for cell in self._cover(start, end):
+            for verb, accesses in [("wrote", cell.writes)] + [("read", cell.reads)] * write:
+                for queue, old in accesses.items():
+                    race = f"{what} unordered with: {queue} {verb} ({old.label})"
+                    if queue != by and clock[queue] < old.time and race not in self.races:
+                        self.races.append(race)
+            (cell.writes if write else cell.reads)[by] = Access(clock[by], label)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # seen again as operations on the tensors within
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[-1]
+        if not self._is_quiet and not func.is_view and name not in WITHOUT_DATA:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            is_here = any(self.device.memory.has(t.untyped_storage()) for t in tensors)
+            for position, argument in enumerate(func._schema.arguments):
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                write = argument.alias_info is not None and argument.alias_info.is_write
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor):
+                        self.touched(leaf, write, self.current if is_here else HOST, name)
+        return func(*args, **kwargs)
+
+    def collective(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """A collective that tells of its accesses, and whose work of being waited for."""
+
+        def told(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            queue = f"collectives of {dist.get_process_group_ranks(group or dist.group.WORLD)}"
+            self.collectives += 1
+            # The backend does this itself, so it is none of the waits that may be dropped.
+            _join(self._clock(queue), self.record(self.current).clock)
+            self.touched(tensors[-1], False, queue, name)
+            self.touched(tensors[0], True, queue, name)
+            mark = self.record(queue)
+            with self._quietly():
+                work = launch(*args, group=group, async_op=True, **kwargs)
+
+            def wait(*_: Any) -> None:
+                """Makes the current stream wait."""
+                with self._quietly():  # backends may copy what has come only now
+                    work.wait()
+                self.wait(self.current, mark)
+
+            return SimpleNamespace(wait=wait) if async_op else wait()
+
+        return told
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        before, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = before
+
+    # -- cells
+
+    def _forget(self, start: int, end: int, *_: Any) -> None:
+        """When memory goes: something else may get its address."""
+        self._hosts.pop(start, None)
+        for place in self._starts[
+            bisect_left(self._starts, start) : bisect_left(self._starts, end)
+        ]:
+            self._starts.remove(place)
+            del self._cells[place]
 
     def _cut(self, address: int) -> None:
         """Parts the cell that goes over an address."""
@@ -208,11 +235,11 @@ class Recorder(optimizer.SimulatedHost):
         cell = self._cells[self._starts[place]] if place >= 0 else None
         if cell is not None and address < cell.end and address not in self._cells:
             self._starts.insert(place + 1, address)
-            rest = Cell(cell.end, dict(cell.reads), dict(cell.writes), cell.is_freed)
+            rest = Cell(cell.end, dict(cell.reads), dict(cell.writes))
             self._cells[address], cell.end = rest, address
 
     def _cover(self, start: int, end: int) -> list[Cell]:
-        """The cells of an interval, all of which is of interest from now on."""
+        """The cells of an interval."""
         if start >= end:
             return []
         self._cut(start)
@@ -227,37 +254,9 @@ class Recorder(optimizer.SimulatedHost):
         self._starts = sorted([*self._starts, *new])
         return [self._cells[place] for place in self._starts[first : last + len(new)]]
 
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
-        before, self._is_quiet = self._is_quiet, True
-        try:
-            yield
-        finally:
-            self._is_quiet = before
 
-
-class _Watch(TorchDispatchMode):
-    def __init__(self, recorder: Recorder):
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_traceable_wrapper_subclass_type(t) for t in types):
-            return NotImplemented  # seen again as operations on the tensors within
-        kwargs = kwargs or {}
-        recorder = self._recorder
-        name = func._schema.name.split("::")[-1]
-        if not recorder._is_quiet and not func.is_view and name not in WITHOUT_DATA:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            queue = recorder.queue_of(tensors)
-            for position, argument in enumerate(func._schema.arguments):
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                info = argument.alias_info
-                write = info is not None and info.is_write
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor) and recorder.is_of_interest(leaf):
-                        recorder.touched(leaf, write, queue, name)
-        return func(*args, **kwargs)
+def _bytes(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _interval(tensor: Tensor) -> tuple[int, int]:
@@ -282,94 +281,14 @@ def _call_site() -> str:
     return frame.f_code.co_qualname
 
 
-# -- streams and collectives of a fake device ------------------------------------------------------
-
-# Collectives of single tensors, by all names that releases of torch have for them. The output, then
-# the input; one tensor is both.
-COLLECTIVES = ("all_to_all_single", "all_reduce")
-COLLECTIVES += ("all_gather_into_tensor", "all_gather_single")
-COLLECTIVES += ("reduce_scatter_tensor", "reduce_scatter_single")
-
-
-class DeviceRecorder(Recorder):
-    """Takes operations on the device for the current stream's, all others for the host's.
-
-    The collectives of each process group have a clock, too, as NCCL has streams of its own for
-    them: a collective is behind what the current stream was given before, and the current stream is
-    behind a collective only after ``wait()``. Memory that was seen stays alive, so that no address
-    is used twice.
-
-    Attributes:
-        collectives: how many were launched.
-    """
-
-    device: fake_device.Device  # set by `ordered_device`; a backend's is a torch.device
-
-    def __init__(self, dropped: Callable[[int, str], bool] | Collection[int] = ()):
-        super().__init__(dropped)
-        self.collectives = 0
-        self._kept: dict[int, torch.UntypedStorage] = {}
-
-    def queue_of(self, tensors: Sequence[Tensor]) -> str:
-        is_here = any(self.device.memory.has(t.untyped_storage()) for t in tensors)
-        return self.current if is_here else HOST
-
-    def is_of_interest(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        self._kept[storage.data_ptr()] = storage
-        return True
-
-    @property
-    def current(self) -> str:
-        return self.device.streams[-1].name
-
-    def collective(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        """A collective that tells of its accesses, and whose work of being waited for."""
-
-        def told(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
-            tensors = [arg for arg in args if isinstance(arg, Tensor)]
-            queue = f"collectives of {dist.get_process_group_ranks(group or dist.group.WORLD)}"
-            self.collectives += 1
-            # The backend does this itself, so it is none of the waits that may be dropped.
-            _join(self._clock(queue), self.record(self.current).clock)
-            for tensor, write in ((tensors[-1], False), (tensors[0], True)):
-                self.is_of_interest(tensor)
-                self.touched(tensor, write, queue, name)
-            mark = self.record(queue)
-            with self._quietly():
-                work = launch(*args, group=group, async_op=True, **kwargs)
-            told_work = _Work(self, work, mark)
-            return told_work if async_op else told_work.wait()
-
-        return told
-
-
-@dataclass
-class _Work:
-    """What a collective returns: waiting for it makes the current stream wait."""
-
-    recorder: DeviceRecorder
-    work: Any
-    mark: Mark
-
-    def wait(self, *_: Any) -> None:
-        with self.recorder._quietly():  # backends may copy what has come only now
-            self.work.wait()
-        self.recorder.wait(self.recorder.current, self.mark)
-
-
 @contextmanager
-def ordered_device(dropped: Any = ()) -> Iterator[DeviceRecorder]:
-    """Puts the device there, and a recorder that watches it.
-
-    Args:
-        dropped: waits to ignore; see `Recorder`.
-    """
-    recorder = DeviceRecorder(dropped)
+def ordered_device(dropped: str | None = None) -> Iterator[Recorder]:
+    """Puts the device there, and a recorder that watches it."""
+    recorder = Recorder(dropped)
     with fake_device.fake_device(recorder=recorder) as recorder.device, ExitStack() as stack:
         for name in COLLECTIVES:
             launch = getattr(dist, name, None)
             if launch is not None:
                 stack.enter_context(patch.object(dist, name, recorder.collective(name, launch)))
-        stack.enter_context(recorder.watching())
+        stack.enter_context(recorder)
         yield recorder

@@ -13,114 +13,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as of_torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from comparisons import assert_equal
-from fake_device import CUDA, Device, fake_device, rows_at
-from kernel import optimizer
+from fake_device import CUDA, Device, fake_device
 from layouts import local
+from offloaded import CLIPPED, CPU, MOMENTS, OTHER_SHAPES, SLOT_BYTES, Training, placed
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="the device is made for builds without CUDA"
 )
 
-CPU = torch.device("cpu")
-SLOT_BYTES = 32768
-MOMENTS = ["momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq"]
-
-MATRICES = {"w1": (96, 64), "w2": (64, 128), "experts": (4, 32, 48), "odd": (33, 20)}
-OTHERS = {"embedding": (50, 32), "norm": (64,)}
-
-Make = Callable[[Tensor], Tensor]  # a parameter, or its gradient, of its value on the host
-
 
 @pytest.fixture
 def device(one_thread) -> Iterator[Device]:
     with fake_device() as device:
         yield device
-
-
-def seeded(name: str, seed: int) -> Tensor:
-    shape = {**MATRICES, **OTHERS}[name]
-    generator = torch.Generator().manual_seed(1000 * seed + sum(map(ord, name)))
-    return torch.randn(shape, generator=generator) / 4
-
-
-class Training:
-    """An optimizer, its parameters by name, and steps with gradients that depend on their number.
-
-    Args:
-        make: places a parameter, or its gradient.
-        is_on: whether it is offloaded.
-        steps: that it has made.
-        options: of the optimizer.
-    """
-
-    def __init__(
-        self,
-        make: Make = lambda value: value.to(CUDA),
-        is_on: bool = True,
-        steps: int = 0,
-        **options: Any,
-    ):
-        self.make, self.steps = make, 0
-        self.params = {name: nn.Parameter(make(seeded(name, 0))) for name in (*MATRICES, *OTHERS)}
-        muon, others = (
-            [(name, self.params[name]) for name in names] for names in (MATRICES, OTHERS)
-        )
-        options = {"lr": 0.1, "ns_dtype": torch.float32, "ns_coefficients": "quintic", **options}
-        self.optimizer = optimizer.Muon(
-            [
-                {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
-                {"params": others, "use_muon": False},
-            ],
-            ns_steps=2,
-            **options,
-        )
-        if is_on:
-            self.turn_on()
-        self.step(steps)
-
-    def set_gradients(self) -> None:
-        self.steps += 1
-        for name, param in self.params.items():
-            param.grad = self.make(seeded(name, self.steps))
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.set_gradients()
-            self.optimizer.step()
-
-    def turn_on(self) -> None:
-        self.optimizer.turn_on_cpu_offload(slot_bytes=SLOT_BYTES)
-
-    def drop_gradients(self) -> Training:
-        for param in self.params.values():
-            param.grad = None
-        return self
-
-    def state(self) -> dict[str, Tensor]:
-        """All tensors that can be large, this rank's parts."""
-        return {
-            f"{name}.{key}": local(value)
-            for name, param in self.params.items()
-            for key, value in self.optimizer.state[param].items()
-            if key in MOMENTS
-        }
-
-    def state_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.state().values())
-
-    def devices(self) -> set[torch.device]:
-        """Where state is; all of it is there."""
-        assert len(self.state()) == 2 * len(MATRICES) + 2 * len(OTHERS)
-        return {tensor.device for tensor in self.state().values()}
-
-    def model(self) -> nn.Module:
-        return nn.ParameterDict(self.params)
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -144,7 +54,7 @@ def check_equal(found: Training, expected: Training) -> None:
 
 def test_state_is_born_on_the_host_moves_there_and_comes_back(device):
     training = Training()
-    weights, counts = device.memory.now, 4 * len(OTHERS)  # AdamW's steps stay
+    weights, counts = device.memory.now, 4 * len(OTHER_SHAPES)  # AdamW's steps stay
     peak = device.memory.peak_of(training.optimizer.state_dict)  # and an answer of one byte
     assert weights + counts <= peak <= weights + counts + 8
     assert training.devices() == {CPU}
@@ -156,23 +66,11 @@ def test_state_is_born_on_the_host_moves_there_and_comes_back(device):
     for _ in range(2):
         training.optimizer.turn_off_cpu_offload()
         assert training.devices() == {CUDA}
-        assert device.memory.now == weights + counts + training.state_bytes()
+        assert device.memory.now == weights + counts + training.state_bytes
         training.turn_on()
         assert training.devices() == {CPU}
         assert device.memory.now == weights + counts
     assert_equal(training.state(), expected)
-
-
-def test_streaming_takes_its_slots_where_the_state_was(device):
-    # A chunk that is larger than the slots takes more.
-    training = Training(is_on=False, steps=1, chunk_size=1)
-    training.set_gradients()
-    off = device.memory.peak_of(training.optimizer.step)
-    training.turn_on()
-    for _ in range(2):
-        training.set_gradients()
-        on = device.memory.peak_of(training.optimizer.step)
-        assert on <= off - training.state_bytes() + SLOT_BYTES
 
 
 def test_state_stays_on_the_host_whatever_changes(device):
@@ -230,11 +128,6 @@ def with_device(train: Callable[..., None], *args: Any) -> None:
         train(device, *args)
 
 
-def placed(at: torch.device) -> Make:
-    mesh = DeviceMesh("cuda", list(range(dist.get_world_size())))
-    return lambda value: rows_at(value, mesh, at)
-
-
 def check_layout(training: Training) -> None:
     for name, param in training.params.items():
         for key, value in training.optimizer.state[param].items():
@@ -270,9 +163,9 @@ def train(device: Device, kind: str) -> None:
         assert device.memory.settled() <= resting
         model, optim = training.model(), training.optimizer
         device.memory.peak = resting
-        of_torch.set_optimizer_state_dict(
-            model, optim, of_torch.get_optimizer_state_dict(model, optim)
-        )
+        state = of_torch.get_optimizer_state_dict(model, optim)
+        of_torch.set_optimizer_state_dict(model, optim, state)
+        del state
         largest = max(local(param).nbytes for param in training.params.values())
         assert device.memory.peak <= resting + 2 * largest
         copied = copy.deepcopy(training)
@@ -286,7 +179,7 @@ def train(device: Device, kind: str) -> None:
     resting = device.memory.settled()
     training.optimizer.turn_off_cpu_offload()
     assert training.devices() == ({CPU} if is_hosted else {CUDA})
-    assert device.memory.settled() == resting + (0 if is_hosted else training.state_bytes())
+    assert device.memory.settled() == resting + (0 if is_hosted else training.state_bytes)
     check_layout(training)
     assert "w1" in str(training.optimizer.summary())
     training.step()
@@ -363,13 +256,12 @@ def test_parameters_in_host_memory_are_computed_on_the_device_and_stay(train):
     run_ranks(with_device, 2, train)
 
 
-ROWS = {"w1": "(q=32 + 16 + q=32 + 16) d", "w2": "(k=64) d", "norm": "(k=64) d"}
 VARIANTS: list[dict[str, Any]] = [
     {"cautious": True, "decay_lr": "adjusted", "comm_dtype": torch.float32},
     {"momentum_dtype": torch.bfloat16, "momentum_style": "ema", "maximize": True},
     {"missing_grad": "zero", "chunk_size": 1},
     {"missing_grad": "zero", "lr": torch.tensor(0.1), "weight_decay": 0.0},
-    {"clip_config": {"head_dim": 32, "threshold": 2.0, "row_map": ROWS}},
+    CLIPPED,
 ]
 
 

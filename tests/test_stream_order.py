@@ -1,56 +1,46 @@
-"""Whole steps on gloo ranks beside a fake device: what streams and collectives touch is ordered."""
+"""Steps beside a fake device: what streams, collectives and the host touch is ordered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fake_device import CUDA, rows_at
-from kernel import optimizer
-from layouts import params_of, randn
-from race_detector import ordered_device
+from breaking import Fault
+from fake_device import CUDA
+from layouts import case
+from offloaded import CLIPPED, Training, placed
+from race_detector import Recorder, ordered_device
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="the device is made for builds without CUDA"
 )
 
-RANKS, STEPS, SLOT_BYTES = 2, 3, 16384
-
-SHAPES = {
-    "layers.0.attention.wq.weight": (16, 24),
-    "layers.0.attention.wk.weight": (8, 24),
-    "layers.0.w1.weight": (40, 24),
-    "layers.0.w2.weight": (24, 40),
-    "layers.1.w1.weight": (33, 24),
-    "embed_tokens.weight": (50, 8),
-    "norm.weight": (24,),
-}
-CLIPPED = {"clip_config": {"threshold": 2.0, "head_dim": 4}}
+RANKS, STEPS = 2, 3
+FP16: dict[str, Any] = {"ns_dtype": torch.float16}
 
 # Options of the optimizer, and whether CPU offload is on. One matrix travels at a time, so that
 # chunks are in flight together.
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "fp16 arithmetic": ({"ns_dtype": torch.float16}, False),
-    "second moments": ({"beta2": 0.9}, False),
+    "fp16 arithmetic": (FP16, False),
     "QK-Clip": (CLIPPED, False),
     "ZeRO-2": ({"grad_reduce": "mean"}, False),
-    "streamed": ({"ns_dtype": torch.float16, "beta2": 0.9, **CLIPPED}, True),
+    "streamed": ({**FP16, **CLIPPED}, True),
     "ZeRO-2, streamed": ({"grad_reduce": "mean"}, True),
 }
 
 
 class Logits:
-    """A recorder of attention logits, of which some heads are to be clipped."""
+    """A recorder of attention logits, of which one head is to be clipped."""
 
-    def take(self) -> dict[int, torch.Tensor]:
-        return {0: torch.tensor([1.0, 4.0, 9.0, 2.5])}
+    def take(self) -> dict[str, torch.Tensor]:
+        return {"": torch.tensor([3.0, 1.0])}
 
 
 def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[str]]:
@@ -61,30 +51,16 @@ def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[s
         dropped: waits that are called there are ignored.
     """
     torch.set_num_threads(1)
-    options, is_offloaded = CASES[case]
-    is_replicated = "grad_reduce" in options
-    if is_replicated:
-        options = {**options, "process_group": dist.group.WORLD}
-    with ordered_device(lambda _, site: site == dropped) as recorder:
-        mesh = None if is_replicated else DeviceMesh("cuda", list(range(RANKS)))
-
-        def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-            value = randn(*shape, seed=seed)
-            return value.to(CUDA) if mesh is None else rows_at(value, mesh, CUDA)
-
-        groups: list[dict[str, Any]] = [{"params": [], "use_muon": kind} for kind in (True, False)]
-        for number, (name, shape) in enumerate(SHAPES.items()):
-            param = nn.Parameter(random(shape, number))
-            groups[0 if "layers" in name else 1]["params"].append((name, param))
-        optim = optimizer.Muon(groups, lr=0.02, chunk_size=1, **options)
+    options, is_on = CASES[case]
+    with ordered_device(dropped) as recorder:
+        how: dict[str, Any] = {"chunk_size": 1, "is_on": is_on, **options}
+        if "grad_reduce" in options:
+            training = Training(process_group=dist.group.WORLD, **how)
+        else:
+            training = Training(placed(CUDA), **how)
         if "clip_config" in options:
-            optim.qk_recorder = Logits()
-        if is_offloaded:
-            optim.turn_on_cpu_offload(slot_bytes=SLOT_BYTES)
-        for step in range(STEPS):
-            for param in params_of(optim):
-                param.grad = random(param.shape, step)
-            optim.step()
+            training.optimizer.qk_recorder = Logits()
+        training.step(STEPS)
         return recorder.races, recorder.collectives, recorder.waits
 
 
@@ -100,18 +76,99 @@ def test_all_that_a_step_touches_is_ordered(case, ranks):
         assert races == [] and collectives >= 2 * STEPS and waits
 
 
-@pytest.mark.parametrize(
-    "case, site, queue",
-    [
-        ("fp16 arithmetic", "Exchange._wait", "collectives of [0, 1] wrote (all_to_all_single)"),
-        ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] wrote (reduce_scatter"),
-        ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] read (all_reduce)"),
-        ("ZeRO-2", "gather_over_ranks", "collectives of [0, 1] wrote (all_gather"),
-        ("streamed", "Ring.acquire", "stream 0 wrote (copy_)"),
-        ("streamed", "Ring.release", "compute wrote (_foreach_add_)"),
-    ],
-)
+@pytest.mark.parametrize("case, site, queue", [
+    ("fp16 arithmetic", "Exchange._wait", "collectives of [0, 1] wrote (all_to_all_single)"),
+    ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] wrote (reduce_scatter"),
+    ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] read (all_reduce)"),
+    ("ZeRO-2", "gather_over_ranks", "collectives of [0, 1] wrote (all_gather"),
+    ("streamed", "Ring.acquire", "stream 0 wrote (copy_)"),
+    ("streamed", "Ring.release", "compute wrote (_foreach_add_)"),
+])  # fmt: skip
 def test_a_wait_that_is_left_out_is_found(case, site, queue, ranks):
     for races, _, waits in ranks(train, case, site):
         assert site in waits
         assert any(f"unordered with: {queue}" in race for race in races), races
+
+
+# -- CPU offload, in one process -------------------------------------------------------------------
+
+
+def load(training: Training) -> None:
+    for _ in range(2):
+        training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        training.step()
+
+
+def turn_off_and_on(training: Training) -> None:
+    training.optimizer.turn_off_cpu_offload()
+    training.step()
+    training.turn_on()
+
+
+def change_dtype(training: Training) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        training.optimizer.param_groups[0]["momentum_dtype"] = dtype
+        training.step()
+
+
+# What is done between two steps.
+SCENARIOS: dict[str, Callable[[Training], Any]] = {
+    "stream": lambda training: None,
+    "large slots": lambda training: training.turn_on(1 << 24),
+    "load": load,
+    "turn off": turn_off_and_on,
+    "change dtype": change_dtype,
+    "save": lambda training: copy.deepcopy(training.optimizer.state_dict()),
+}
+
+
+def stream(scenario: str) -> None:
+    training = Training(steps=1, chunk_size=1)
+    SCENARIOS[scenario](training)
+    training.step()
+
+
+def recorded(scenario: str, dropped: str | None = None) -> Recorder:
+    with ordered_device(dropped) as recorder:
+        stream(scenario)
+    return recorder
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_nothing_races_with_what_is_streamed(scenario, one_thread):
+    assert recorded(scenario).races == []
+
+
+def test_no_wait_for_what_is_streamed_can_be_left_out(one_thread):
+    sites = sorted(set(recorded("stream").waits))
+    assert len(sites) == 5
+    for site in sites:
+        assert recorded("stream", site).races, site
+
+
+def fails(recorder: Recorder, number: int) -> bool:
+    """Whether a step that is to fail at an operation of a number has so many."""
+    training, memory = Training(steps=1, chunk_size=1), recorder.device.memory
+    checkpoint = copy.deepcopy(training.optimizer.state_dict())
+    resting = memory.now
+    training.set_gradients()
+    try:
+        with Fault("aten.", number):
+            training.optimizer.step()
+        return False
+    except RuntimeError:
+        pass
+    if training.optimizer.is_broken:
+        training.optimizer.load_state_dict(checkpoint)
+    training.step()
+    assert recorder.races == [] and memory.now <= resting
+    assert all(t.isfinite().all() for t in training.state().values())
+    return True
+
+
+def test_a_streamed_step_that_fails_anywhere_leaves_no_race_and_loading_repairs_it(one_thread):
+    for number in itertools.count(1, 61):
+        with ordered_device() as recorder, case(f"operation {number}"):
+            if not fails(recorder, number):
+                break
+    assert number > 5 * 61
