@@ -331,7 +331,8 @@ def emerging_optimizers(
     Raises:
         ValueError: another ``weight_decay_method``; a ``weight_update_hook``; ``"aol"``, which in
             the source turns the largest singular values around, and ``"custom"``; more steps than
-            ``"quintic"`` or ``"cubic5"`` have coefficients: the source would repeat them.
+            ``"quintic"``, ``"cubic5"`` or ``"cans"`` have coefficients: the source repeats them,
+            or the last, which in 16-bit arithmetic diverges.
     """
     source = "Emerging-Optimizers' Muon"
     _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
@@ -375,18 +376,18 @@ _EMERGING_COEFFICIENTS: dict[str, Any] = {
 def _emerging_triples(coefficient_type: str, steps: int) -> Any:
     """The ``ns_coefficients`` of Emerging-Optimizers: a family's name, or a triple for each step.
 
-    Lists that are too short go on with their last triple, as in the source, except those which the
-    source would repeat.
+    Lists that are too short go on with their last triple, as in the source, except those that
+    would turn updates around or diverge.
     """
     _check_choice("coefficient_type", coefficient_type, _EMERGING_COEFFICIENTS)
     family = _EMERGING_COEFFICIENTS[coefficient_type]
     triples = FAMILIES[family].triples if isinstance(family, str) else family
     if family == "quintic" or (isinstance(family, str) and steps == len(triples)):
         return family
-    if steps > len(triples) and coefficient_type in ("quintic", "cubic5"):
+    if steps > len(triples) and coefficient_type in ("quintic", "cubic5", "cans"):
         raise ValueError(
-            f"num_ns_steps={steps} would repeat the {len(triples)} coefficients of "
-            f"{coefficient_type!r}, which can turn updates around: at most {len(triples)}"
+            f"num_ns_steps={steps} would repeat coefficients of {coefficient_type!r}, which can "
+            f"turn updates around or make them infinite: at most {len(triples)}"
         )
     return triples[:steps] + triples[-1:] * (steps - len(triples))
 
