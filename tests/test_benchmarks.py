@@ -49,7 +49,7 @@ ROUNDING = "--steps 2 --seeds 1 --lrs 0.01"
 SCRIPTS: dict[str, tuple[str, dict[str, int]]] = {
     "absent": ("--matrices 20 --shape 4 6 --rounds 1", {"0% ": 1, "5% ": 1, "50% ": 1, "95% ": 1}),
     "auditing": ("--rounds 1", {"float32": 1, "bfloat16": 1}),
-    "orthogonalize": (ORTHOGONALIZE, {"32 × 64": 6, "24 × 24, 2": 6}),
+    "orthogonalize": (ORTHOGONALIZE, {"32 × 64": 7, "24 × 24, 2": 7}),
     "per_head": (PER_HEAD, {"1 × 32 × 32": 1, "4 × 8": 1, "heads of 8 × 32": 2}),
     "qk_logits": ("--shapes 2x4x2x40x8 --rounds 1", {"2 × 4/2 × 40 × 8": 6}),
     "step": (STEP, {step.OURS: 1, step.THEIRS: 1, step.ADAMW: 1}),
