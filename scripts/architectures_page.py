@@ -9,6 +9,9 @@ import importlib
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,8 +22,34 @@ def main() -> None:
     families = importlib.import_module("causal_families")
     warnings.simplefilter("ignore")  # the page tells of them
     families.PAGE.parent.mkdir(exist_ok=True)
-    families.PAGE.write_text(families.page(importlib.import_module("optimizer")))
+    families.PAGE.write_text(page(families, importlib.import_module("optimizer")))
     print(f"Wrote {families.PAGE.relative_to(ROOT)}")
+
+
+def page(families: Any, optimizer: Any) -> str:
+    """Rows of all families; those of which the same is found share one."""
+    names: dict[str, list[str]] = {}
+    for name in families.FAMILIES:
+        with torch.device("meta"):
+            model = families.build(name)
+        splits = [
+            optimizer.Muon.for_model(model, lr=1e-3, per_head=per_head).defaults["split"]
+            for per_head in (False, True)
+        ]
+        row = families.cells(*splits, [trap.kind for trap in optimizer.describe(model).warnings])
+        names.setdefault(row, []).append(f"`{name}`")
+    release = families.TABLE["transformers"]
+    head = f"""# Causal language models and mixtures of experts in transformers {release}
+
+What `Muon.for_model` finds in each family, made small: 4 heads of queries and 2 of keys, of 16 rows
+each, in a hidden size of 64. A `split` gives the rows of the matrices in one tensor. All other
+matrices are Muon's as they are; embeddings, output heads, vectors, convolutions and tables are
+AdamW's. `scripts/architectures_page.py` writes this page.
+
+| families | several matrices in one tensor | `per_head=True` parts, too | warnings of `describe` |
+|---|---|---|---|
+"""
+    return head + "".join(f"| {', '.join(found)} | {row}\n" for row, found in names.items())
 
 
 if __name__ == "__main__":

@@ -147,8 +147,7 @@ NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # of freed memory, whose mis
 # and products that do not depend on the width of a tile.
 NOT_IMITATED = " or ".join(
     (
-        *("captured", "replayed_step", "lazily_negated", "call_that_is_recorded"),
-        "compiled_graph",
+        *("replayed_step", "lazily_negated", "call_that_is_recorded", "compiled_graph"),
         "((around_the_output or upper_triangle) and wide)",
     )
 )
@@ -165,7 +164,7 @@ SECTIONS = [
                 full='-m "slow or not slow"',  # the last one holds
                 fake=f'-m pytest -q {KERNEL_TESTS} -m "not slow" '
                 f'-k "not ({NOT_IMITATED})" '
-                f"-p tests.kernels_on_fake_device {PARALLEL}",
+                f"-p tests.on_fake_device {PARALLEL}",
             )
         ],
         runs_alone=False,

@@ -17,30 +17,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.profiler import record_function
 
 from breaking import Fault, Interrupt, fail, refused
-from checkpointed import Run, load_checkpoint, save_checkpoint
 from comparisons import assert_equal
 from kernel import optimizer
 from layouts import EXACT, case, local, params_of, part, set_gradients
-from ranks import Outcome, on_ranks, rank_outcomes, run_ranks
+from ranks import Outcome, on_ranks, rank_outcomes
 
-Muon = optimizer.Muon
+Muon, agreement = optimizer.Muon, optimizer.distributed.agreement
 Host = optimizer.SimulatedHost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -260,15 +256,12 @@ def test_a_step_may_break_off_at_any_operation_and_any_line(kind, fault, steps):
     assert sweep(kind, steps, fault, itertools.count(1, stride))["marked"]
 
 
-def sweep_on_one_rank() -> Counter[str]:
-    """A process group of one rank: gradients are averaged by nobody else, and let go of."""
-    KINDS["ZeRO-2"] = {"process_group": dist.group.WORLD, "grad_reduce": "mean"}
-    return sweep("ZeRO-2", 1, "out of memory", itertools.count(1, 9))
-
-
 @pytest.mark.slow
-def test_a_gradient_that_was_let_go_of_counts_as_a_beginning():
-    assert run_ranks(sweep_on_one_rank, 1)[0]["marked"]
+@on_ranks(1)
+def test_a_gradient_that_was_let_go_of_counts_as_a_beginning() -> None:
+    """Gradients are averaged by nobody else, and let go of."""
+    KINDS["ZeRO-2"] = {"process_group": dist.group.WORLD, "grad_reduce": "mean"}
+    assert sweep("ZeRO-2", 1, "out of memory", itertools.count(1, 9))["marked"]
 
 
 def break_off_at(
@@ -570,12 +563,6 @@ INJECTED = {"killed": kill, "out of memory": fail, "interrupted": interrupt, "st
 OWN = {"out of memory": "OutOfMemoryError", "interrupted": "KeyboardInterrupt"}
 
 
-def faulty(phase: Phase, fault: Callable[[], None]) -> AbstractContextManager[Any]:
-    """A context in which the victim meets with the fault."""
-    is_victim = dist.get_rank() == VICTIM
-    return Fault(phase.point, phase.number, fault) if is_victim else nullcontext()
-
-
 class Attempt(NamedTuple):
     error: str  # the name of its class, or none
     message: str
@@ -592,26 +579,27 @@ def attempt(call: Callable[[], Any]) -> Attempt:
 
 
 def shorten_timeouts() -> None:
-    """Of all groups, and of that in which ranks compare notes; setting up may take longer."""
-    timeout = timedelta(seconds=TIMEOUT)
+    """Of all groups that there are by now; setting up may take longer."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
-    for groups in optimizer.distributed.connections._cache.current().values():
-        for group in groups.values():
-            group._set_default_timeout(timeout)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+    for size in range(2, RANKS + 1):  # those over which hosts compare notes are made again
+        for ranks in itertools.combinations(range(RANKS), size):
+            agreement.close_connections(ranks)
 
 
 def break_off(name: str, fault: str) -> None:
     phase, is_victim = PHASES[name], dist.get_rank() == VICTIM
     kind = "plain" if phase.layout == "chain" else "everything"
-    training = Training(kind, phase.layout).train(range(phase.steps))
     # Whether all ranks are told, so that none waits or may have gone on.
     can_repeat = name == "forward" and fault in OWN
     undisturbed = Training(kind, phase.layout)
     undisturbed.train(range(phase.steps + 1) if can_repeat else ())
-    before = training.everything()
+    training = Training(kind, phase.layout).train(range(phase.steps - 1))
     dist.barrier()
     shorten_timeouts()
+    training.train(range(max(0, phase.steps - 1), phase.steps))
+    before = training.everything()
+    dist.barrier()
 
     def closure() -> None:
         with record_function("forward"):
@@ -621,7 +609,8 @@ def break_off(name: str, fault: str) -> None:
         training.give_gradients(number)
         return attempt(lambda: training.step(closure))
 
-    with faulty(phase, INJECTED[fault]):
+    failing = Fault(phase.point, phase.number, INJECTED[fault])
+    with failing if is_victim else nullcontext():
         first = step(phase.steps)
     assert first.seconds < TIMEOUT + SLACK or is_victim, first
     if is_victim and fault in OWN:
@@ -657,94 +646,3 @@ def test_a_fault_of_one_rank_in_any_phase_raises_on_all_within_the_timeout(fault
             for rank, end in enumerate(ends):
                 is_killed = fault == "killed" and rank == VICTIM
                 assert end.error == ("Crashed" if is_killed else None), (name, end)
-
-
-# -- what comes after ------------------------------------------------------------------------------
-
-SAVED_AFTER, KILLED_IN, END = 2, 4, 6  # steps
-
-
-def train_until_killed(layout: str, directory: Path, phase: Phase) -> None:
-    run = Run.on(layout)
-    run.train(range(SAVED_AFTER))
-    save_checkpoint(run, directory)
-    run.train(range(SAVED_AFTER, KILLED_IN))
-    with faulty(phase, kill):
-        run.train([KILLED_IN])
-
-
-def resume(layout: str, directory: Path, expected: Path) -> None:
-    run = Run.on(layout, zeroed=True)
-    load_checkpoint(run, directory)
-    run.train(range(SAVED_AFTER, END))
-    run.check(expected, steps=END)
-
-
-def never_disturbed(layout: str, file: Path) -> None:
-    run = Run.on(layout)
-    run.train(range(END))
-    run.write(file)
-
-
-KILLED = {
-    # layout: where, and on how many ranks to go on as well
-    "FSDP2": (PHASES["orthogonalization"], 3),
-    "FSDP2 + TP": (PHASES["momentum"], None),
-    "HSDP, spread": (Phase(SCATTER), None),
-    "DDP": (PHASES["orthogonalization"], 3),
-    "ZeRO-2": (Phase("behind Muon.agree: c10d.allreduce_"), 2),  # of the second bucket
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", KILLED)
-def test_after_a_kill_a_fresh_launch_resumes_as_if_nothing_had_been(layout, tmp_path):
-    phase, fewer = KILLED[layout]
-    directory, expected = tmp_path / "checkpoint", tmp_path / "expected.pt"
-    run_ranks(never_disturbed, RANKS, layout, expected)
-    ends = rank_outcomes(train_until_killed, RANKS, layout, directory, phase, pg_timeout=TIMEOUT)
-    for rank, end in enumerate(ends):
-        assert end.error == ("Crashed" if rank == VICTIM else "RuntimeError"), end
-    for ranks in (RANKS, fewer):
-        if ranks:
-            run_ranks(resume, ranks, layout, directory, expected)
-
-
-def repair(how: str, directory: Path) -> None:
-    """A rank fails behind its last exchange: the process groups are whole, the step is not."""
-    never_disturbed("FSDP2", directory / "expected.pt")
-    dist.barrier()  # until it is written
-    run, full = Run.on("FSDP2"), of_torch.StateDictOptions(full_state_dict=True)
-    run.train(range(SAVED_AFTER))
-    save_checkpoint(run, directory)
-    whole_state = copy.deepcopy(
-        of_torch.get_optimizer_state_dict(run.model, run.optim, options=full)
-    )
-    run.train(range(SAVED_AFTER, KILLED_IN))
-    is_victim = dist.get_rank() == VICTIM
-    if is_victim:
-        with pytest.raises(RuntimeError, match=BROKE_OFF), Fault("end Muon.weights", 2):
-            run.train([KILLED_IN])
-        with pytest.raises(RuntimeError, match=EARLIER):
-            of_torch.get_state_dict(run.model, run.optim)
-    else:
-        run.train([KILLED_IN])
-    words = "^An earlier step.*OutOfMemoryError" if is_victim else "^rank 1: .*An earlier step"
-    with pytest.raises(RuntimeError if is_victim else ValueError, match=words):
-        run.train([KILLED_IN])
-    run.optim.discard_state()
-    if how == "whole":  # torch takes what is there first, to divide the whole likewise
-        of_torch.set_optimizer_state_dict(run.model, run.optim, whole_state, options=full)
-        model_state = {"model": run.model.state_dict()}
-        dcp.load(model_state, checkpoint_id=directory)
-        run.model.load_state_dict(model_state["model"])
-    else:
-        load_checkpoint(run, directory)
-    run.train(range(SAVED_AFTER, END))
-    run.check(directory / "expected.pt")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["in place", "whole"])
-def test_ranks_whose_groups_are_whole_go_on_from_a_checkpoint_in_the_same_processes(how, tmp_path):
-    run_ranks(repair, RANKS, how, tmp_path)

@@ -535,31 +535,6 @@ def test_a_sparse_gradient_stops_the_step_before_anything_changed(number, index,
         assert_steps_like(optim, twin)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lr": torch.tensor([0.1])},
-        {"lr": torch.tensor([[0.1]], dtype=torch.float64)},
-        {"lr": torch.tensor(1)},
-        {"lr": torch.tensor(1 + 1j)},
-        {"capturable": True},
-        {"capturable": True, "lr": torch.tensor(0.1)},
-    ],
-    ids=str,
-)
-def test_what_may_not_go_together_never_leaves_half_a_step(options):
-    optim = trained(2)
-    for group in optim.param_groups:
-        group.update(options)
-    before, weights = snapshot(optim), [p.detach().clone() for p in params_of(optim)]
-    try:
-        optim.step()
-    except ValueError:
-        assert_equal(snapshot(optim), before)
-    else:
-        assert not any(map(torch.equal, params_of(optim), weights))
-
-
 class NoLists(torch.Tensor):
     """Around another tensor; it does one tensor's operations, and none of lists."""
 

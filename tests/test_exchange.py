@@ -356,13 +356,17 @@ def test_updates_for_all_ranks_are_staged_within_the_bound_and_sent_once(ranks):
 # -- a trillion parameters on 1024 ranks -----------------------------------------------------------
 
 
+EP_64_FSDP_16 = Sharding((64, 16), tuple(range(1024)), (ShardedDim(0), ShardedDim(1)))
+
+
 @pytest.mark.slow
-def test_a_trillion_parameters_on_1024_ranks_are_planned_in_few_calls():
-    """Experts on 64 ranks times shards on 16, the rest on shards of all ranks."""
+@pytest.mark.parametrize("of_experts", [EP_64_FSDP_16, sharded(1024, 1)], ids=["EP", "FSDP"])
+def test_a_trillion_parameters_on_1024_ranks_are_planned_in_few_calls(of_experts):
     dense = [(1536, 7168), (12288, 1536), (576, 7168), (16384, 512), (7168, 8192), (384, 7168)]
     experts = [(384, 2048, 7168), (384, 2048, 7168), (384, 7168, 2048)]
-    both = Sharding((64, 16), tuple(range(1024)), (ShardedDim(0), ShardedDim(1)))
-    of_layer = [(shape, both) for shape in experts] + [(shape, sharded(1024)) for shape in dense]
+    of_layer = [(shape, of_experts) for shape in experts] + [
+        (shape, sharded(1024)) for shape in dense
+    ]
     entries = [
         entry(shape, sharding, number, dtype=torch.bfloat16, device=CUDA)
         for number, (shape, sharding) in enumerate(61 * of_layer)

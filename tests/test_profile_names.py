@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,26 +11,21 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kernel import optimizer
+from layouts import set_gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def take_steps() -> None:
     params = [torch.nn.Parameter(torch.randn(8, 8)) for _ in range(10)]
-    groups = [{"params": params, "use_muon": True}]
-    optim = optimizer.Muon(
-        groups, chunk_size=1, none_grad=False, ns_coefficients="quintic", ns_steps=1
-    )
-    for p in params:
-        p.grad = torch.randn_like(p)
+    optim = optimizer.Muon([{"params": params, "use_muon": True}], chunk_size=1, none_grad=False)
+    set_gradients(params)
     for _ in range(6):
         optim.step()
 
 
 def is_named(event: Any) -> bool:
-    while event is not None and not event.name.startswith("Muon."):
-        event = event.cpu_parent
-    return event is not None
+    return event is not None and (event.name.startswith("Muon.") or is_named(event.cpu_parent))
 
 
 @pytest.mark.slow
@@ -39,12 +34,11 @@ def test_threads_that_step_at_once_have_their_own_names():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as trace:
-            threads = [threading.Thread(target=take_steps) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        with (
+            profile(activities=[ProfilerActivity.CPU], experimental_config=config) as trace,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            list(pool.map(lambda _: take_steps(), range(2)))
     finally:
         sys.setswitchinterval(interval)
     arithmetic = [event for event in trace.events() if event.name.startswith("aten::_foreach")]

@@ -126,7 +126,7 @@ SHAPES = [
     *((64, 32), (7, 300), (5, 1024), (3, 400), (1, 2000), (129, 15), (0, 5), (6, 0), (2, 2)),
     *((2048,), (1025,), (0,), (10,), (1,), ()),
 ]
-LARGE = [*SHAPES, *[(1_100_001,)] * 3]  # of several buckets
+LARGE = [*SHAPES[:10], *[(1_100_001,)] * 3, *SHAPES[10:]]  # of several buckets
 
 
 def means_of_odd_gradients(shapes: Any, dtype: torch.dtype) -> list[tuple[str, float]]:

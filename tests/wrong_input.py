@@ -27,7 +27,7 @@ NO_FAMILIES = [
     *([bad] * 5 for bad in ((NAN, 0.0, 0.0), (2.0, -INF, 0.5))),
 ]
 BAD_VALUES: dict[str, list[Any]] = {
-    "lr": [*NO_NUMBERS, torch.ones(2), torch.ones(0)],
+    "lr": [*NO_NUMBERS, torch.ones(2), torch.ones(0), torch.tensor(1j)],
     "momentum": NO_FRACTIONS,
     "nesterov": [*NO_BOOLS, None],
     "ns_steps": [0, -1, 5.0, True, None, "5", NAN, 1001, TOO_LARGE],

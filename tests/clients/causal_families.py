@@ -13,7 +13,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers as hf
 from torch import nn
 
@@ -82,11 +81,8 @@ def muons(name: str, model: Any) -> set[str]:
     output head; and all stacks of experts. Convolutions and other tensors of more than two
     dimensions are AdamW's.
     """
-    exceptions = {
-        key: algorithm
-        for algorithm in ("muon", "adamw")
-        for key in FAMILIES[name].get(algorithm, "").split()
-    }
+    row = FAMILIES[name]
+    exceptions = {key: kind for kind in ("muon", "adamw") for key in row.get(kind, "").split()}
     heads = model.get_output_embeddings()
     heads = list(heads) if isinstance(heads, nn.ModuleList) else [heads]
     tables = (nn.Embedding, nn.modules.conv._ConvNd)
@@ -117,29 +113,3 @@ def _listed(split: dict[str, Any]) -> str:
         short = ".".join(c for c in pattern.removesuffix(".weight").split(".") if c != "model")
         patterns.setdefault(json.dumps(how), []).append(f"`{short}`")
     return "; ".join(f"{', '.join(names)}: {how}" for how, names in patterns.items())
-
-
-def page(optimizer: Any) -> str:
-    """Rows of all families; those of which the same is found share one."""
-    names: dict[str, list[str]] = {}
-    for name in FAMILIES:
-        with torch.device("meta"):
-            model = build(name)
-        splits = [
-            optimizer.Muon.for_model(model, lr=1e-3, per_head=per_head).defaults["split"]
-            for per_head in (False, True)
-        ]
-        row = cells(*splits, [trap.kind for trap in optimizer.describe(model).warnings])
-        names.setdefault(row, []).append(f"`{name}`")
-    release = TABLE["transformers"]
-    head = f"""# Causal language models and mixtures of experts in transformers {release}
-
-What `Muon.for_model` finds in each family, made small: 4 heads of queries and 2 of keys, of 16 rows
-each, in a hidden size of 64. A `split` gives the rows of the matrices in one tensor. All other
-matrices are Muon's as they are; embeddings, output heads, vectors, convolutions and tables are
-AdamW's. `scripts/architectures_page.py` writes this page.
-
-| families | several matrices in one tensor | `per_head=True` parts, too | warnings of `describe` |
-|---|---|---|---|
-"""
-    return head + "".join(f"| {', '.join(found)} | {row}\n" for row, found in names.items())

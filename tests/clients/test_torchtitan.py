@@ -73,8 +73,13 @@ def ranks_resume(path: str) -> tuple[Trained, Trained]:
     return run.trained(), again.trained()
 
 
-def test_one_process_equals_a_plain_loop():
+def test_one_process_equals_a_plain_loop_also_behind_a_first_state_dict():
     run = Run(shards=False)
+    saved = run.optimizers.state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not saved[f"state.{name}.momentum_buffer"].any()
+    assert saved[f"param_groups.{name}.use_muon"] is True
+    run.optimizers.load_state_dict(saved)
     run.advance(STEPS)
     assert_same(run.trained(), plain.train(STEPS, 16, schedule=schedule))
 
