@@ -20,11 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -501,6 +503,31 @@ def test_ranks_that_exchanges_or_replicas_have_parted_can_save_and_all_refuse_to
             dist.broadcast(weight, 0)  # as rank 0 has saved it
     launched.load(before, saved)
     launched.train([3])
+
+
+@on_ranks(2)
+def test_ranks_whose_groups_are_whole_go_on_from_a_checkpoint_in_the_same_processes(
+    tmp_path: Path,
+) -> None:
+    """One fails behind its last exchange, the other goes through; both load in place."""
+    training, undisturbed = (Training("plain", "FSDP2").train(range(2)) for _ in range(2))
+    with Fault("end Muon.weights", 1 << 30) as counting:
+        undisturbed.train([2])
+    undisturbed.train([3])
+    weights, is_victim = training.weights(), dist.get_rank() == 1
+    dcp.save({"optim": training.optim.state_dict()}, checkpoint_id=tmp_path)
+    if is_victim:
+        break_off_at(training, 2, "end Muon.weights", (1 << 30) - counting.left)
+    else:
+        training.train([2])
+    words = EARLIER if is_victim else "^rank 1: .*An earlier "
+    with pytest.raises(RuntimeError if is_victim else ValueError, match=words):
+        training.train([3])
+    training.optim.discard_state()
+    loaded = {"optim": training.optim.state_dict()}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    training.load(weights, loaded["optim"])
+    assert_equal(training.train([2, 3]).everything(), undisturbed.everything())
 
 
 # -- on ranks, in every phase ----------------------------------------------------------------------
