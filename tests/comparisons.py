@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from kernel import optimizer
 
 
 def assert_equal(actual: Any, expected: Any, path: str = "", strides: bool = False) -> None:
@@ -73,10 +68,3 @@ def through_torch_save(value: Any, weights_only: bool = True) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
-
-
-@contextmanager
-def adamw_without_fused_kernel() -> Iterator[None]:
-    """torch's fused AdamW rounds the elements that fill no vector register differently on CPUs."""
-    with patch.object(optimizer.adamw, "FUSED_DEVICES", ()):
-        yield

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from comparisons import adamw_without_fused_kernel
 from kernel import optimizer
 from layouts import (
     EXACT,
@@ -249,7 +248,7 @@ def takes_the_steps_of_one_device(layout: Layout, feature: Feature) -> None:
 
 
 def pair(layout: str, feature: str) -> None:
-    with warnings.catch_warnings(), adamw_without_fused_kernel():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         takes_the_steps_of_one_device(LAYOUTS[layout], FEATURES[feature])
 
