@@ -167,13 +167,12 @@ class Run:
             content = {"values": values, "groups": hyperparameters(self.optim)}
             torch.save({**content, "layout": (self.layout, world_size())}, file)
 
-    def check(self, file: Path, groups: bool = True, steps: int = 1, lacks: str = "?") -> None:
+    def check(self, file: Path, groups: bool = True, lacks: str = "?") -> None:
         """Bit for bit; AdamW's on another layout within the rounding of its kernel.
 
         Args:
             file: that `write` wrote.
             groups: whether they, too, are to be the same.
-            steps: how many that rounding is of.
             lacks: what is in the names of parameters that only the other model has.
         """
         expected, held = torch.load(file, weights_only=True), self.held()
@@ -183,7 +182,7 @@ class Run:
         for name, value in values.items():
             param = name.split(" of ")[-1]
             is_adamw = f"exp_avg of {param}" in held
-            atol = steps * ADAMW_ROUNDING if is_adamw and not is_same else 0.0
+            atol = ADAMW_ROUNDING if is_adamw and not is_same else 0.0
             assert held[name].dtype == value.dtype, name
             assert_same(name, held[name], value, atol)
         assert not groups or hyperparameters(self.optim) == expected["groups"]

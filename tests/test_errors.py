@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from breaking import contents
 from comparisons import assert_equal
 from kernel import as_arguments, optimizer
 from layouts import params_of, set_gradients
@@ -46,20 +47,6 @@ Muon, presets = optimizer.Muon, optimizer.presets
 pytestmark = pytest.mark.usefixtures("seeded_on_one_thread")
 
 
-def snapshot(optim: torch.optim.Optimizer) -> list[Any]:
-    """Copies of all that an optimizer holds; does not create state."""
-    held: list[Any] = [len(optim.param_groups), len(optim.state)]
-    for group in optim.param_groups:
-        keys = group.keys() - {"params", "names"}  # names set on a group go to `optim.names`
-        held.append(repr({key: group[key] for key in sorted(keys)}))
-        for p in group["params"]:
-            held.append(p.detach().clone())
-            held.append(None if p.grad is None else p.grad.clone())
-            state = optim.state.get(p, {})
-            held.append({key: copy.deepcopy(value) for key, value in state.items()})
-    return held
-
-
 def assert_refused(
     optim: torch.optim.Optimizer,
     call: Callable[[], Any],
@@ -67,9 +54,9 @@ def assert_refused(
     error: type[Exception] = ValueError,
 ) -> None:
     """The call raises, the message has the words, and nothing that `optim` holds has changed."""
-    before = snapshot(optim)
+    before = contents(optim)
     assert_raises(call, *words, error=error)
-    assert_equal(snapshot(optim), before)
+    assert_equal(contents(optim), before)
 
 
 def assert_raises(
