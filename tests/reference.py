@@ -69,16 +69,13 @@ def coefficients_of(ns_coefficients, ns_steps=5) -> list[tuple[float, float, flo
     """The triples of all iterations.
 
     A constant family repeats its triple. A scheduled one gives its first `ns_steps`
-    triples and goes on with `CONVERGING_TRIPLE`. An explicit list sets the count itself:
-    `ns_steps` must then be None or its length.
+    triples and goes on with `CONVERGING_TRIPLE`. An explicit list sets the count itself.
     """
     if isinstance(ns_coefficients, str):
         family = {**FAMILIES, **LONGER_AND_SHORTER}[ns_coefficients]
         if ns_coefficients in CONSTANT_FAMILIES:
             return family * ns_steps
         return (family + [CONVERGING_TRIPLE] * ns_steps)[:ns_steps]
-    if ns_steps not in (None, len(ns_coefficients)):
-        raise ValueError(f"{len(ns_coefficients)} explicit triples but ns_steps={ns_steps}")
     return list(ns_coefficients)
 
 
@@ -189,9 +186,7 @@ def update_scale(rows: int, cols: int, adjust_lr="match_rms_adamw") -> float:
         return math.sqrt(max(1.0, rows / cols)) if cols else 1.0
     if adjust_lr == "spectral":
         return math.sqrt(rows / cols) if rows and cols else 1.0
-    if adjust_lr == "none":
-        return 1.0
-    raise ValueError(f"unknown scale {adjust_lr!r}")
+    return {"none": 1.0}[adjust_lr]
 
 
 def normalize_second_moment(
@@ -291,17 +286,12 @@ def matrices_of(tensor: Tensor, split=None, flatten=False, expert=False) -> list
     rows of each: a list of block heights that add up to the rows, or one height that
     divides them. (Name patterns are the caller's to resolve.)
     """
-    if tensor.ndim < 2:
-        raise ValueError(f"no matrix in shape {tuple(tensor.shape)}")
     if expert:
         indices = itertools.product(*(range(n) for n in tensor.shape[:-2]))
         whole = [tensor[index] for index in indices]
-    elif tensor.ndim == 2:
-        whole = [tensor]
-    elif flatten:
-        whole = [tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))]
     else:
-        raise ValueError(f"{tuple(tensor.shape)} needs expert=True or flatten=True")
+        assert tensor.ndim == 2 or flatten
+        whole = [tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))]
     return [block for matrix in whole for block in _row_blocks(matrix, split)]
 
 
@@ -310,10 +300,7 @@ def _row_blocks(matrix: Tensor, split) -> list[Tensor]:
     if split is None:
         return [matrix]
     heights = [split] * (rows // split) if isinstance(split, int) else list(split)
-    if sum(heights) != rows:
-        raise ValueError(f"split {split} does not fit {rows} rows")
-    starts = [sum(heights[:i]) for i in range(len(heights))]
-    return [matrix[start : start + h] for start, h in zip(starts, heights)]
+    return list(matrix.split(heights))
 
 
 def to_float64(tensor: Tensor) -> Tensor:
@@ -432,63 +419,82 @@ class ReferenceAdamW:
 
 
 class _Source:
-    """A source's Muon: subclasses write `_update(i, G)`, one step of `weights[i]`."""
+    """A source's Muon: W(1 - lr·wd) - lr·scale·U, with U = iterate(D/(factor·‖D‖ + eps)).
 
-    def __init__(self, tensors):
+    Of an averaged momentum B = lerp(B, G, 1-μ), D = lerp(G, B, μ) with Nesterov, else B; of others
+    B = μB + G, D = G + μB or B.
+    """
+
+    is_averaged, factor, eps = False, 1.0, 1e-7
+    triples = FAMILIES["quintic"] * 5
+
+    def __init__(self, tensors, lr, mu, wd, nesterov=True):
         self.weights = [to_float64(t) for t in tensors]
         self.momentum = [torch.zeros_like(W) for W in self.weights]
+        self.lr, self.mu, self.wd, self.nesterov = lr, mu, wd, nesterov
 
     def step(self, grads):
         for i, G in enumerate(grads):
             if G is not None:
                 self._update(i, to_float64(G))
 
+    def _update(self, i, G):
+        U = self._scaled(self._direction(i, G))
+        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * U
+
+    def _direction(self, i, G):
+        if self.is_averaged:
+            self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
+            return torch.lerp(G, B, self.mu) if self.nesterov else B
+        self.momentum[i] = B = self.mu * self.momentum[i] + G
+        return G + self.mu * B if self.nesterov else B
+
+    def _scaled(self, D):
+        return self._scale(*D.shape) * self._orthogonalized(D)
+
+    def _orthogonalized(self, D):
+        return iterate(D / (self.factor * frobenius(D) + self.eps), self.triples)
+
+    def _scale(self, rows, cols):
+        return 0.2 * math.sqrt(max(rows, cols))
+
 
 class MotifReference(_Source):
     """Muon of the motif-technologies/optimizer kernel.
 
-    B = μB + G, D = G + μB (or B), X = D/(‖D‖ + 1e-7), always the five `you` iterations
-    (its `ns_steps` is not read), W(1 - lr·wd) - lr·0.2·sqrt(l)·U. A tensor of three
-    dimensions is (experts, rows, cols), each expert on its own.
+    Always the five `you` iterations (its `ns_steps` is not read), scale 0.2·sqrt(max(rows, cols)).
+    A tensor of three dimensions is (experts, rows, cols), each expert on its own.
     """
 
-    def __init__(self, tensors, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.1):
-        super().__init__(tensors)
-        self.lr, self.mu, self.nesterov, self.wd = lr, momentum, nesterov, weight_decay
+    triples = FAMILIES["you"]
 
-    def _update(self, i, G):
-        self.momentum[i] = B = self.mu * self.momentum[i] + G
-        D = G + self.mu * B if self.nesterov else B
-        stack = D if D.ndim == 3 else D.unsqueeze(0)  # (E, rows, cols)
-        U = torch.stack([iterate(X / (frobenius(X) + 1e-7), FAMILIES["you"]) for X in stack])
-        rate = self.lr * 0.2 * max(G.shape[-2:]) ** 0.5
-        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - rate * U.view_as(D)
+    def __init__(self, tensors, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.1):
+        super().__init__(tensors, lr, momentum, weight_decay, nesterov)
+
+    def _scaled(self, D):
+        return torch.stack([*map(self._scaled, D)]) if D.ndim == 3 else super()._scaled(D)
 
 
 class NanochatReference(_Source):
     """Muon of nanochat's MuonAdamW and DistMuonAdamW, in the version with norm·1.02.
 
-    B = lerp(B, G, 1-μ), D = lerp(G, B, μ), X = D/(1.02·‖D‖ + 1e-6), the first `ns_steps`
-    Polar Express iterations (five at most), v = mean(U²) over the shorter side,
-    V = lerp(V, v, 1-β2) with β2 = None meaning 0, U scaled by rsqrt(max(V, 1e-10)) and
-    back to its norm, then with lr' = lr·max(1, rows/cols)^0.5 in both terms:
-    W - lr'·U - lr'·wd·W·[U·W >= 0].
+    Averaged momentum with Nesterov, X = D/(1.02·‖D‖ + 1e-6), the first `ns_steps` Polar Express
+    iterations (five at most), v = mean(U²) over the shorter side, V = lerp(V, v, 1-β2) with
+    β2 = None meaning 0, U scaled by rsqrt(max(V, 1e-10)) and back to its norm, then with
+    lr' = lr·max(1, rows/cols)^0.5 in both terms: W - lr'·U - lr'·wd·W·[U·W >= 0].
     """
 
-    def __init__(self, tensors, lr, momentum=0.95, ns_steps=5, beta2=None, weight_decay=0.0):
-        super().__init__(tensors)
-        self.lr, self.mu, self.wd = lr, momentum, weight_decay
-        self.beta2 = 0.0 if beta2 is None else beta2
-        self.coefficients = FAMILIES["polar_express"][:ns_steps]
-        self.second_moment = [W.new_zeros(max(W.shape)) for W in self.weights]
+    is_averaged, factor, eps = True, 1.02, 1e-6
 
-    def _orthogonalized(self, D):
-        return iterate(D / (1.02 * frobenius(D) + 1e-6), self.coefficients)
+    def __init__(self, tensors, lr, momentum=0.95, ns_steps=5, beta2=None, weight_decay=0.0):
+        super().__init__(tensors, lr, momentum, weight_decay)
+        self.beta2 = 0.0 if beta2 is None else beta2
+        self.triples = FAMILIES["polar_express"][:ns_steps]
+        self.second_moment = [W.new_zeros(max(W.shape)) for W in self.weights]
 
     def _update(self, i, G):
         W, (rows, cols) = self.weights[i], G.shape
-        self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
-        U = self._orthogonalized(torch.lerp(G, B, self.mu))
+        U = self._orthogonalized(self._direction(i, G))
         dim, length = (-1, cols) if rows >= cols else (-2, rows)
         v = U.square().mean(dim)  # (l,)
         self.second_moment[i] = V = torch.lerp(self.second_moment[i], v, 1 - self.beta2)
@@ -507,46 +513,47 @@ class NanochatJulyReference(NanochatReference):
     Express, U = X·sqrt(s)/max(‖X‖, 1e-6). All else as before, but for β2 = 0.9 by default.
     """
 
+    factor = 1.01
+
     def __init__(self, tensors, lr, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.0):
         super().__init__(tensors, lr, momentum, ns_steps, beta2, weight_decay)
 
     def _orthogonalized(self, D):
         norms = torch.linalg.vector_norm(D, dim=1)  # (rows,)
         D = D * (torch.linalg.vector_norm(D) / len(D) ** 0.5 / norms.clamp(min=1e-6))[:, None]
-        X = iterate(D / (1.01 * torch.linalg.vector_norm(D) + 1e-6), self.coefficients)
+        X = super()._orthogonalized(D)
         return X * (min(X.shape) ** 0.5 / torch.linalg.vector_norm(X).clamp(min=1e-6))
 
 
 class NorMuonReference(_Source):
-    """microsoft/dion's ``NorMuon``: `DionReference` with a second moment for each row.
+    """microsoft/dion's ``NorMuon``: Polar Express with 1.02·‖D‖ + eps, and scale sqrt(rows/cols).
 
     v = mean of U² over the columns, V = lerp(V, v, 1-β2), U' = U/(sqrt(V) + 1e-8), and back to the
-    Frobenius norm of U, on every shape. Polar Express divides by 1.02·‖D‖ + eps.
+    Frobenius norm of U, on every shape.
     """
 
+    factor, triples = 1.02, FAMILIES["polar_express"]
+
     def __init__(self, tensors, lr=0.01, mu=0.95, muon_beta2=0.95, weight_decay=0.01, eps=1e-8):
-        super().__init__(tensors)
-        self.lr, self.mu, self.beta2, self.wd, self.eps = lr, mu, muon_beta2, weight_decay, eps
+        super().__init__(tensors, lr, mu, weight_decay, nesterov=False)
+        self.beta2, self.eps = muon_beta2, eps
         self.second_moment = [W.new_zeros(len(W), 1) for W in self.weights]
 
     def _update(self, i, G):
-        rows, cols = G.shape
-        self.momentum[i] = B = self.momentum[i] * self.mu + G
-        U = iterate(B / (1.02 * frobenius(B) + self.eps), FAMILIES["polar_express"])
+        U = self._orthogonalized(self._direction(i, G))
         v = U.square().mean(1, keepdim=True)  # (rows, 1)
         self.second_moment[i] = V = torch.lerp(self.second_moment[i], v, 1 - self.beta2)
         scaled = U / (V.sqrt() + 1e-8)
         U = scaled * (frobenius(U) / frobenius(scaled).clamp(min=1e-8))
-        W = self.weights[i]
+        W, (rows, cols) = self.weights[i], G.shape
         self.weights[i] = W - self.lr * self.wd * W - self.lr * math.sqrt(rows / cols) * U
 
 
 class EmergingReference(_Source):
     """Muon of NVIDIA's Emerging-Optimizers, 0.5.0a0.
 
-    B = lerp(B, G, 1-μ), D = B, or lerp(G, B, μ), X = D/‖D‖, scale·extra·U with sqrt(max(rows,
-    cols)) ("spectral"), sqrt(max(1, rows/cols)) ("shape_scaling") or sqrt(rows/cols)
-    ("unit_rms_norm"): W(1 - lr·wd) - lr·scale·extra·U.
+    Averaged momentum, X = D/‖D‖, and a scale of sqrt(max(rows, cols)) ("spectral"), sqrt(max(1,
+    rows/cols)) ("shape_scaling") or sqrt(rows/cols) ("unit_rms_norm"), times an extra one.
     """
 
     COEFFICIENTS = {
@@ -561,114 +568,86 @@ class EmergingReference(_Source):
             (1.8564, -1.2132, 0.3568), *[(1.8750, -1.2500, 0.3750)] * 9,
         ],
     }  # fmt: skip
+    is_averaged, eps = True, 0.0
 
     def __init__(
         self, tensors, lr=3e-4, momentum=0.95, weight_decay=0.01, nesterov=False,
         coefficient_type="quintic", num_ns_steps=5, scale_mode="spectral", extra_scale_factor=1.0,
     ):  # fmt: skip
-        super().__init__(tensors)
-        self.lr, self.mu, self.wd, self.nesterov = lr, momentum, weight_decay, nesterov
+        super().__init__(tensors, lr, momentum, weight_decay, nesterov)
         self.triples = self.COEFFICIENTS[coefficient_type][:num_ns_steps]
         self.mode, self.extra = scale_mode, extra_scale_factor
 
-    def _update(self, i, G):
-        rows, cols = G.shape
-        self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
-        D = torch.lerp(G, B, self.mu) if self.nesterov else B
-        scale = {
-            "spectral": math.sqrt(max(rows, cols)),
-            "shape_scaling": math.sqrt(max(1, rows / cols)),
-            "unit_rms_norm": math.sqrt(rows / cols),
-        }[self.mode]
-        U = iterate(D / frobenius(D), self.triples)
-        W = self.weights[i] * (1 - self.lr * self.wd)
-        self.weights[i] = W - self.lr * scale * self.extra * U
+    def _scale(self, rows, cols):
+        ratio = {"spectral": max(rows, cols), "shape_scaling": max(1, rows / cols)}
+        return self.extra * math.sqrt({**ratio, "unit_rms_norm": rows / cols}[self.mode])
 
 
 class KellerJordanReference(_Source):
     """Muon of KellerJordan/Muon.
 
-    B = lerp(B, G, 1-β), D = lerp(G, B, β), X = D/(‖D‖ + 1e-7), quintic ×5, scale
-    max(1, rows/cols)^0.5, W(1 - lr·wd) - lr·scale·U. A missing gradient is zeros. A 4-D
-    convolution is orthogonalized as (out, rest), but its scale takes the gradient's last
-    two dimensions, the kernel's height and width: 1 for every square kernel, where a
-    flattened (out, rest) matrix would have sqrt(max(1, out/rest)).
+    Averaged momentum with Nesterov, X = D/(‖D‖ + 1e-7), quintic ×5, scale max(1, rows/cols)^0.5. A
+    missing gradient is zeros. A 4-D convolution is orthogonalized as (out, rest), but its scale
+    takes the gradient's last two dimensions, the kernel's height and width: 1 for every square
+    kernel, where a flattened (out, rest) matrix would have sqrt(max(1, out/rest)).
     """
 
+    is_averaged = True
+
     def __init__(self, tensors, lr=0.02, weight_decay=0.0, momentum=0.95):
-        super().__init__(tensors)
-        self.lr, self.beta, self.wd = lr, momentum, weight_decay
+        super().__init__(tensors, lr, momentum, weight_decay)
 
     def step(self, grads):
         super().step([torch.zeros_like(W) if G is None else G for G, W in zip(grads, self.weights)])
 
-    def _update(self, i, G):
-        self.momentum[i] = torch.lerp(self.momentum[i], G, 1 - self.beta)
-        D = torch.lerp(G, self.momentum[i], self.beta)
-        if D.ndim == 4:
-            D = D.flatten(1)
-        U = iterate(D / (frobenius(D) + 1e-7), FAMILIES["quintic"] * 5)
-        U = U * max(1, G.shape[-2] / G.shape[-1]) ** 0.5
-        W = self.weights[i] * (1 - self.lr * self.wd)
-        self.weights[i] = W - self.lr * U.reshape(W.shape)
+    def _scaled(self, D):
+        matrix = D.flatten(1) if D.ndim == 4 else D
+        scale = max(1, D.shape[-2] / D.shape[-1]) ** 0.5
+        return scale * self._orthogonalized(matrix).reshape(D.shape)
 
 
 class MoonlightReference(_Source):
-    """Muon of Moonlight and of LlamaFactory (arXiv 2502.16982), 2-D parameters.
-
-    B = μB + G, D = G + μB (or B), X = D/(‖D‖ + 1e-7), quintic × `ns_steps`,
-    W(1 - lr·wd) - lr·0.2·sqrt(max(rows, cols))·U. Its AdamW: `moonlight_adamw_update`.
-    """
+    """Muon of Moonlight and of LlamaFactory (arXiv 2502.16982), 2-D parameters: quintic ×
+    `ns_steps`, scale 0.2·sqrt(max(rows, cols)). Its AdamW: `moonlight_adamw_update`."""
 
     def __init__(self, tensors, lr=1e-3, wd=0.1, momentum=0.95, nesterov=True, ns_steps=5):
-        super().__init__(tensors)
-        self.lr, self.wd, self.mu, self.nesterov = lr, wd, momentum, nesterov
-        self.coefficients = FAMILIES["quintic"] * ns_steps
-
-    def _update(self, i, G):
-        self.momentum[i] = B = self.momentum[i] * self.mu + G
-        D = G + B * self.mu if self.nesterov else B
-        U = iterate(D / (frobenius(D) + 1e-7), self.coefficients)
-        rate = self.lr * 0.2 * math.sqrt(max(G.shape))
-        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - rate * U
+        super().__init__(tensors, lr, momentum, wd, nesterov)
+        self.triples = FAMILIES["quintic"] * ns_steps
 
 
 class TorchMuonReference(_Source):
     """torch.optim.Muon.
 
-    B = lerp(B, G, 1-μ), D = lerp(G, B, μ) (or B), X = D/max(‖D‖, eps), one triple
-    `ns_steps` times, scale sqrt(max(1, rows/cols)) ("original", None), 0.2·sqrt(max(rows, cols))
-    ("match_rms_adamw") or sqrt(rows/cols) ("spectral_unclamped"), W(1 - lr·wd) - lr·scale·U.
+    Averaged momentum, X = D/max(‖D‖, eps), one triple `ns_steps` times, scale
+    sqrt(max(1, rows/cols)) ("original", None), 0.2·sqrt(max(rows, cols)) ("match_rms_adamw") or
+    sqrt(rows/cols) ("spectral_unclamped").
     """
+
+    is_averaged = True
 
     def __init__(
         self, tensors, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True,
         ns_coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7, ns_steps=5, adjust_lr_fn=None,
     ):  # fmt: skip
-        super().__init__(tensors)
-        self.lr, self.wd, self.mu, self.nesterov = lr, weight_decay, momentum, nesterov
-        self.coefficients, self.eps = [ns_coefficients] * ns_steps, eps
-        self.adjust_lr_fn = adjust_lr_fn
+        super().__init__(tensors, lr, momentum, weight_decay, nesterov)
+        self.triples, self.eps, self.adjust_lr_fn = [ns_coefficients] * ns_steps, eps, adjust_lr_fn
 
-    def _update(self, i, G):
-        rows, cols = G.shape
-        self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
-        D = torch.lerp(G, B, self.mu) if self.nesterov else B
-        U = iterate(D / frobenius(D).clamp(min=self.eps), self.coefficients)
-        scale = {
+    def _orthogonalized(self, D):
+        return iterate(D / frobenius(D).clamp(min=self.eps), self.triples)
+
+    def _scale(self, rows, cols):
+        return {
             "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
             "spectral_unclamped": math.sqrt(rows / cols),
         }.get(self.adjust_lr_fn, math.sqrt(max(1, rows / cols)))
-        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U
 
 
 class DionReference(_Source):
     """microsoft/dion's ``Muon``, of matrices.
 
-    B = μB + G, D = G + μB (or B), X = D/(‖D‖ + eps), the five triples of `you`, scale
-    sqrt(rows/cols) ("spectral_norm"), 0.2·sqrt(max(rows, cols)) ("rms_norm") or 1 (None),
-    W(1 - lr·wd) - lr·scale·U; with cautious_wd the decay only where U·W ≥ 0. With split_sizes or
-    num_heads each block of rows is a matrix of its own. Polar Express divides by 1.02·‖D‖ + eps.
+    The five triples of `you`, or Polar Express with 1.02·‖D‖ + eps; scale sqrt(rows/cols)
+    ("spectral_norm"), 0.2·sqrt(max(rows, cols)) ("rms_norm") or 1 (None); with cautious_wd the
+    decay only where U·W ≥ 0. With split_sizes or num_heads each block of rows is a matrix.
     """
 
     def __init__(
@@ -676,26 +655,19 @@ class DionReference(_Source):
         adjust_lr="spectral_norm", cautious_wd=False, use_polar_express=False, num_heads=1,
         split_sizes=None,
     ):  # fmt: skip
-        super().__init__(tensors)
-        self.lr, self.mu, self.wd, self.eps = lr, mu, weight_decay, epsilon
-        self.nesterov, self.adjust_lr, self.cautious = nesterov, adjust_lr, cautious_wd
-        self.family, self.factor = ("polar_express", 1.02) if use_polar_express else ("you", 1.0)
-        self.num_heads, self.split_sizes = num_heads, split_sizes
+        super().__init__(tensors, lr, mu, weight_decay, nesterov)
+        self.eps, self.adjust_lr, self.cautious = epsilon, adjust_lr, cautious_wd
+        family, self.factor = ("polar_express", 1.02) if use_polar_express else ("you", 1.0)
+        self.triples, self.num_heads, self.split_sizes = FAMILIES[family], num_heads, split_sizes
 
     def _update(self, i, G):
-        self.momentum[i] = B = self.momentum[i] * self.mu + G
-        D = G + B * self.mu if self.nesterov else B
+        D = self._direction(i, G)
         sizes = self.split_sizes or [len(D) // self.num_heads] * self.num_heads
         U = torch.cat([self._scaled(block) for block in D.split(sizes)])
         W = self.weights[i]
         decayed = W * decays(U, W) if self.cautious else W
         self.weights[i] = W - self.lr * self.wd * decayed - self.lr * U
 
-    def _scaled(self, D):
-        rows, cols = D.shape
-        scale = {
-            "spectral_norm": math.sqrt(rows / cols),
-            "rms_norm": 0.2 * math.sqrt(max(rows, cols)),
-            None: 1.0,
-        }[self.adjust_lr]
-        return scale * iterate(D / (self.factor * frobenius(D) + self.eps), FAMILIES[self.family])
+    def _scale(self, rows, cols):
+        scales = {"spectral_norm": math.sqrt(rows / cols), "rms_norm": super()._scale(rows, cols)}
+        return scales.get(self.adjust_lr, 1.0)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import reference
 import stub_driver
 from checkout import ROOT
 
@@ -38,6 +38,15 @@ def rows_of(printed: str, first: str) -> list[list[str]]:
     """Cells of the markdown rows that begin so."""
     lines = [line for line in printed.splitlines() if line.startswith(f"| {first}")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def output_of(script: str, *options: str, **variables: str) -> str:
+    """Of a process of its own: modules of examples/ and of tests/ share names."""
+    command = [sys.executable, ROOT / "benchmarks" / script, *options, "--markdown"]
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=400, env=environment
+    ).stdout
 
 
 slow = pytest.mark.slow
@@ -73,16 +82,16 @@ def test_a_script_prints_its_table(name, capsys):
 
 
 class Products(TorchDispatchMode):
-    """Counts products by their shapes, and names all operations."""
+    """Counts products of matrices by shapes and dtypes."""
 
     def __init__(self):
         super().__init__()
-        self.counts, self.dtypes, self.names = Counter(), set(), set()
+        self.shapes, self.dtypes = Counter(), set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.name())
+        assert "linalg" not in function.name() or "vector_norm" in function.name()
         if function.name().endswith(("mm", "mm.out")):
-            self.counts[tuple(tuple(arg.shape) for arg in args)] += 1
+            self.shapes[tuple(tuple(arg.shape) for arg in args)] += 1
             self.dtypes |= {arg.dtype for arg in args}
         return function(*args, **(kwargs or {}))
 
@@ -95,7 +104,9 @@ def test_the_hubs_benchmark_compares_with_torchs_iteration_in_the_same_arithmeti
     compared = getattr(benchmark, name)()
     compared.kernel = timing.load_kernel()
     getattr(compared, f"setup_{workload}")()
-    getattr(compared, f"benchmark_{workload}")()
+    getattr(compared, f"benchmark_{workload}")()  # compares with singular values
+    with Products() as ours:
+        getattr(compared, f"benchmark_{workload}")()
     with Products() as products:
         expected = getattr(compared, f"verify_{workload}")()
     assert torch.allclose(compared.out, expected, atol=1e-2)  # as the runner has it
@@ -103,18 +114,15 @@ def test_the_hubs_benchmark_compares_with_torchs_iteration_in_the_same_arithmeti
     with Products() as of_torch:
         for shape in shapes:
             _zeropower_via_newtonschulz(torch.empty(shape, device="meta"), (1.0, 1.0, 1.0), 5, 1e-7)
-    assert products.counts == of_torch.counts and len(products.counts) > 1
-    assert products.dtypes == {compared.kernel.newton_schulz.default_dtype(torch.float32, CPU)}
-    assert not any("linalg" in name for name in products.names - {"aten::linalg_vector_norm"})
+    assert products.shapes == of_torch.shapes and len(products.shapes) > 1
+    assert products.dtypes == ours.dtypes
 
 
 def test_the_hubs_benchmark_refuses_a_kernel_that_is_wrong():
     compared, kernel = benchmark.Orthogonalize(), timing.load_kernel()
-    wrong = SimpleNamespace(
-        FAMILIES=kernel.newton_schulz.FAMILIES,
-        newton_schulz=lambda G: kernel.newton_schulz.newton_schulz(G, coefficients="quintic"),
-    )
-    compared.kernel = SimpleNamespace(newton_schulz=wrong)
+    wrong = partial(kernel.newton_schulz.newton_schulz, coefficients="quintic")
+    names = {**vars(kernel.newton_schulz), "newton_schulz": wrong}
+    compared.kernel = SimpleNamespace(newton_schulz=SimpleNamespace(**names))
     compared.setup_experts()
     with pytest.raises(RuntimeError, match="error"):
         compared.benchmark_experts()
@@ -123,22 +131,20 @@ def test_the_hubs_benchmark_refuses_a_kernel_that_is_wrong():
 @slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts sockets as Linux lists them")
 def test_hosts_compares_groups_of_eight_with_one_group_of_all_ranks():
-    command = [sys.executable, ROOT / "benchmarks" / "hosts.py", "--ranks", "16", "--steps", "2"]
-    printed = subprocess.run([*command, "--markdown"], check=True, capture_output=True, text=True)
-    connections = [int(row[2]) for row in rows_of(printed.stdout, "16 |")]
+    printed = output_of("hosts.py", "--ranks", "16", "--steps", "2")
+    connections = [int(row[2]) for row in rows_of(printed, "16 |")]
     assert connections == [16, 9]  # one group of all, of which one listens; groups of eight
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_a_share_of_a_model_is_one_ranks_part_of_its_flops(ranks):
+def test_a_share_of_a_model_is_one_ranks_part_of_its_flops():
     stored = step.of_model("llama-3-8b", layers=None)
-    whole, share = step.matrices_in(stored), step.share_of(stored, ranks, CPU)
+    whole, share = step.matrices_in(stored), step.share_of(stored, 64, CPU)
     recipe = timing.load_kernel().newton_schulz.recipe_for(
         "polar_express", None, "auto", None, torch.float32, CPU
     )
     parts = step.flops_of_forms(whole, recipe) / step.flops_of_forms(share, recipe)
     assert whole.total() == 7 * 32
-    assert 0.9 * ranks < parts < 1.1 * ranks
+    assert 0.9 * 64 < parts < 1.1 * 64
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -152,30 +158,12 @@ def test_a_step_without_the_kernels_that_it_should_have_is_no_figure(monkeypatch
 
 @slow
 def test_accuracy_tells_every_input_and_setting():
-    # A process of its own: modules of examples/ and of tests/ share names.
-    options = "--quick --all --families cans cubic5 --markdown"
-    command = [sys.executable, ROOT / "benchmarks" / "accuracy.py", *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
+    printed = output_of("accuracy.py", *["--quick", "--all", "--families", "cans", "cubic5"])
     for name in (*accuracy.MADE, "momentum, d = 64"):
-        default, other, *rest = rows_of(done.stdout, f"{name} |")
+        default, other, *rest = rows_of(printed, f"{name} |")
         assert default[2].startswith(("pass", "FAIL")) and "%" in default[1]
         assert "e-0" in other[5]  # fp32
         assert len(rest) == 2 * 2 * 3  # families, forms, arithmetics
-
-
-@pytest.mark.parametrize("shape", [(32, 32), (24, 56), (56, 24)])
-def test_references_of_accuracy_are_those_of_the_formulas(shape):
-    G = accuracy.MADE["rank s/4"](*shape, torch.Generator().manual_seed(0))
-    triples = reference.FAMILIES["polar_express"]
-    U = reference.newton_schulz(G, triples, norm_factor=1.02, eps=0.0)
-    family = timing.load_kernel().newton_schulz.FAMILIES["polar_express"]
-    matrix = accuracy.Decomposed.of(G)
-    found = accuracy.compare(U, matrix, triples, family)
-    assert len(matrix.sigmas) == min(shape) // 4
-    assert found.error < 1e-10 and found.null < 1e-6
-    assert found.polar == pytest.approx(found.polar_of_float64)
-    polar = reference.polar_factor(G)
-    assert found.polar == pytest.approx(float((U - polar).norm() / polar.norm()))
 
 
 @slow
@@ -187,9 +175,9 @@ def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
     mlp = dataclasses.replace(training.TASKS["mlp"], rates=(1e-2,), rest_rates=(2e-2,))
     monkeypatch.setitem(training.TASKS, "mlp", mlp)
     out, picture = tmp_path / "runs.jsonl", tmp_path / "training.png"
-    options = "--models mlp --widths 16 --steps 2 --seeds 2 --rounds 1 --markdown"
-    command = f"{options} --out {out} --plot {picture}".split()
-    training.main(command)
+    sizes = "--models mlp --widths 16 --steps 2 --seeds 2 --rounds 1 --markdown"
+    options = [*sizes.split(), "--out", str(out), "--plot", str(picture)]
+    training.main(options)
     printed, runs = capsys.readouterr().out, out.read_text()
     best, *by_rate = rows_of(printed, "mlp")
     assert best[1] == best[3] == "0.01, 0.02"
@@ -198,29 +186,8 @@ def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
     assert seeds[:6] == [0, 1, 2] * 2, "one seed chooses the rates, others compare"
     assert [len(rows_of(printed, f"{how} ")) for how in training.ADJUST_LR] == [1, 1, 1]
     assert picture.stat().st_size
-    training.main(command)
+    training.main(options)
     assert capsys.readouterr().out == printed and out.read_text() == runs
-
-
-@pytest.mark.parametrize(
-    ("losses", "lowest"),
-    [
-        ([1.25**2, 0.25**2, 0.75**2], 2**1.25),
-        ([3.0, 2.0, float("inf")], 2.0),
-        ([2.0, 2.0, 2.0], 1.0),
-        ([1.0, 2.0, 3.0], 1.0),
-    ],
-)
-def test_a_best_rate_lies_on_a_parabola_through_its_neighbours(losses, lowest):
-    grid = {(2.0**n, 1.0): loss for n, loss in enumerate(losses)}
-    assert training.between_rates(grid) == pytest.approx(lowest)
-
-
-@pytest.mark.parametrize(("last", "steps"), [(1.5, 15), (2.1, float("inf"))])
-def test_steps_to_adamws_loss_lie_between_two_validations(last, steps):
-    adamw, muon = [(10, 3.0), (20, 2.0)], [(10, 2.5), (20, last)]
-    finals = {"AdamW": [adamw, adamw], "Muon": [muon, muon]}
-    assert training.Comparison("mlp", {}, finals, {}, "").steps_to_adamw() == steps
 
 
 SHARE = (
@@ -229,9 +196,8 @@ SHARE = (
 )
 
 
-@pytest.mark.parametrize("bound", ["products", "copies"])
-def test_a_simulated_step_keeps_to_its_bounds(bound):
-    slow_part: dict[str, Any] = {"flops": 1e13} if bound == "products" else {"link": 1e9}
+@pytest.mark.parametrize("slow_part", [{"flops": 1e13}, {"link": 1e9}], ids=str)
+def test_a_simulated_step_keeps_to_its_bounds(slow_part):
     machine = simulated.Machine(launch=0.0, latency=0.0, **slow_part)
 
     def make() -> Any:
@@ -243,12 +209,10 @@ def test_a_simulated_step_keeps_to_its_bounds(bound):
         simulated.simulate(make, machine, is_on, slot_bytes=8 << 20) for is_on in (0, 1, 1)
     )
     state = 4 * 16 * 512 * 1024 + 2 * 2 * 1000 * 512
-    assert off.nbytes == 0 and stream.resting == 4  # AdamW's step
-    assert off.resting == state + 4
+    assert off.nbytes == 0 and off.resting == state + 4 and stream.resting == 4  # AdamW's step
     assert state <= stream.nbytes <= 1.001 * state
-    longest = max(off.seconds, stream.carrying)
-    assert (longest == off.seconds) == (bound == "products")
-    assert longest < stream.seconds < 1.3 * longest
+    longest = off.seconds if "flops" in slow_part else stream.carrying
+    assert longest == max(off.seconds, stream.carrying) < stream.seconds < 1.3 * longest
     # Momentum comes in pieces, so what is sent of a chunk of two is put together in fp32.
     assert stream.peak <= off.peak + (8 << 20) + 2 * 4 * 512 * 1024
     assert stream.loads > 8 and again == stream
@@ -258,12 +222,8 @@ def test_a_simulated_step_keeps_to_its_bounds(bound):
 @pytest.mark.skipif(bool(stub_driver.missing()), reason=stub_driver.missing())
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="the fake device needs a CPU's build")
 def test_launches_are_counted_and_the_timed_step_has_as_many():
-    options = ["--cases", "four layers, rank 0 of 8", "--rounds", "1", "--markdown"]
-    command = [sys.executable, ROOT / "benchmarks" / "launches.py", *options]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    printed = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=environment
-    ).stdout
+    options = ["--cases", "four layers, rank 0 of 8", "--rounds", "1"]
+    printed = output_of("launches.py", *options, TRITON_INTERPRET="0")
     [totals, *_] = rows_of(printed, "four layers, rank 0 of 8")
     by_kernel = [int(row[2]) for row in rows_of(printed, "") if row[1].endswith("_kernel")]
     assert totals[1] == "28" and int(totals[3]) == sum(by_kernel) > 28

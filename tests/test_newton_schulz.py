@@ -60,18 +60,16 @@ def with_spectrum(sigmas, cols):
     return (P * sigmas) @ Q.mT
 
 
-def spectrum(kind, s):
-    """``"rank 3"``; ``"decades 4"``, from 1 to 1e-4; or ``"spike 0.5 2"``, a direction with half of
-    the squares, the others decaying by a power."""
-    name, *numbers = kind.split()
-    n, *power = map(float, numbers)
-    if name == "rank":
-        return (torch.arange(s) < n).double()
-    if name == "decades":
-        return torch.logspace(0, -n, s, dtype=FP64)
-    sigmas = torch.arange(1, s + 1, dtype=FP64).pow(-power[0])
-    sigmas[0] = math.sqrt(n / (1 - n)) * sigmas[1:].norm()
-    return sigmas
+def spectra(s):
+    """From 1 to 10⁻ⁿ; of rank n; a direction that has a share of all squares, the others decaying
+    by a power."""
+    index = torch.arange(1, s + 1, dtype=FP64)
+    yield from (torch.logspace(0, -n, s, dtype=FP64) for n in (1, 2, 4, 8, 12))
+    yield from (index.le(n).double() for n in (1, 2, 8, 32))
+    for share, power in itertools.product((0.2, 0.5, 0.85, 0.99), (0, 1, 2)):
+        sigmas = index.pow(-power)
+        sigmas[0] = math.sqrt(share / (1 - share)) * sigmas[1:].norm()
+        yield sigmas
 
 
 def spectral_norms(U):
@@ -79,6 +77,23 @@ def spectral_norms(U):
 
 
 # -- the reference's numbers -----------------------------------------------------------------------
+
+# Where five steps take singular values above a hundredth: a mistyped digit moves a band.
+BANDS = {"quintic": (0.681831, 1.134357), "you": (0.977751, 1.031775), "cubic5": (0.774106, 1.3)}
+BANDS |= {"polar_express": (0.858873, 1.141127), "cans": (0.884374, 1.119835)}
+
+
+@pytest.mark.parametrize("family", ref.FAMILIES)
+def test_the_reference_maps_singular_values_by_its_polynomials_into_the_known_bands(family):
+    coefficients, factor = ref.coefficients_of(family), ref.norm_factor_of(family)
+    mapped = ref.scalar_map(torch.logspace(-2, 0, 100_001, dtype=FP64), coefficients)
+    assert (mapped.min().item(), mapped.max().item()) == pytest.approx(BANDS[family], abs=1e-5)
+    for shape in ((24, 24), (40, 16), (16, 40)):
+        G = randn(*shape, dtype=FP64)
+        P, sigma, Qt = torch.linalg.svd(G, full_matrices=False)
+        mapped = ref.scalar_map(sigma / (sigma.norm() * factor), coefficients)
+        U = ref.newton_schulz(G, coefficients, factor)
+        assert relative_error(U, P @ torch.diag(mapped) @ Qt) < 1e-5  # eps is 1e-7
 
 
 @DTYPES
@@ -98,9 +113,9 @@ def test_every_family_and_count_of_steps_gives_the_references_numbers(family, al
 
 @FORMS
 @pytest.mark.parametrize("shape, dtype, bound", [
-    *(((511, 513), *each) for each in ((FP32, 1e-4), (BF16, 5e-2), (FP16, 5e-3))),
-    *(((1100, 528), *each) for each in ((FP32, 1e-4), (BF16, 5e-2), (FP16, 5e-3))),
-    ((513, 600), FP32, 1e-4), ((1024, 512), FP32, 1e-4), ((64, 40000), FP16, 7e-3),
+    ((511, 513), FP32, 1e-4), ((511, 513), BF16, 5e-2), ((1100, 528), FP32, 1e-4),
+    ((1100, 528), BF16, 5e-2), ((1100, 528), FP16, 5e-3), ((513, 600), FP32, 1e-4),
+    ((1024, 512), FP32, 1e-4), ((64, 40000), FP16, 7e-3),
 ], ids=str)  # fmt: skip
 def test_large_matrices_give_the_references_numbers_also_in_blocks(shape, dtype, bound, algorithm):
     U = newton_schulz(randn(*shape), algorithm=algorithm, dtype=dtype)
@@ -154,30 +169,6 @@ def test_coefficients_may_be_a_list_which_sets_the_count_or_one_triple_of_all_st
         [group], ns_coefficients=(a, b, c), **({"ns_steps": steps} if steps else {})
     )
     assert optim.param_groups[0]["ns_steps"] == (steps or 5)
-
-
-@pytest.mark.parametrize("family", [f for f in ref.FAMILIES if f not in ref.CONSTANT_FAMILIES])
-def test_more_steps_than_the_schedule_bring_singular_values_closer_to_one(family):
-    G = randn(48, 64, dtype=FP64)
-    factors = [newton_schulz(G, steps, family) for steps in range(5, 11)]
-    distances = [(torch.linalg.svdvals(U) - 1).abs().max().item() for U in factors]
-    assert all(later < earlier or later < 1e-9 for earlier, later in itertools.pairwise(distances))
-    assert distances[-1] < 1e-6
-    if family != "cubic5":
-        assert distances[1] < 0.1 * distances[0]
-
-
-@pytest.mark.parametrize("steps", [1, 2, 5, 8, 9, 10, 11, 20])
-@EVERY_FAMILY
-def test_no_count_of_iterations_turns_a_direction_around(family, steps):
-    large = torch.full((16,), 1e-3, dtype=FP64)
-    large[0] = 1.0
-    for sigma in (large, spectrum("rank 1", 16), spectrum("decades 1", 16)):
-        G = with_spectrum(sigma, 24)
-        P, _, Qt = torch.linalg.svd(G, full_matrices=False)
-        along = sigma.gt(1e-6).sum()
-        U = newton_schulz(G, steps, family)
-        assert ((P.T @ U @ Qt.T).diagonal()[:along] > 0).all()
 
 
 # -- batches, strides, memory ----------------------------------------------------------------------
@@ -289,24 +280,10 @@ def test_zero_matrices_give_zeros_also_without_eps(family, dtype):
 ], ids=str)  # fmt: skip
 def test_no_spectrum_makes_a_singular_value_grow(family, steps, dtype, algorithm):
     # Rounding turns low rank into full rank, and the first polynomials enlarge what it left.
-    kinds = [f"decades {n}" for n in (1, 2, 4, 8, 12)] + [f"rank {n}" for n in (1, 2, 8, 32)]
-    kinds += [f"spike {n} {power}" for n in (0.2, 0.5, 0.85, 0.99) for power in (0, 1, 2)]
-    G = torch.stack([with_spectrum(spectrum(kind, 64), 96) for kind in kinds]).float()
+    G = torch.stack([with_spectrum(sigmas, 96) for sigmas in spectra(64)]).float()
     U = newton_schulz(G, steps, family, algorithm=algorithm, dtype=dtype)
     assert U.isfinite().all() and spectral_norms(U).max() < 1.6
     assert ((U * G).sum((1, 2)) > 0.5 * G.norm(dim=(1, 2))).all()
-
-
-@pytest.mark.parametrize("family, steps, dtype, kind", [
-    ("polar_express", 8, BF16, "rank 128"), ("polar_express", 10, BF16, "decades 6"),
-    ("quintic", 9, BF16, "decades 10"), ("quintic", 12, FP16, "rank 1"),
-])  # fmt: skip
-def test_more_steps_blow_no_singular_value_up_in_the_form_that_auto_takes(
-    family, steps, dtype, kind
-):
-    G = with_spectrum(spectrum(kind, 512), 2048).float()
-    assert form_of(512, 2048, dtype=dtype, family=family, steps=steps).is_gram
-    assert spectral_norms(newton_schulz(G, steps, family, dtype=dtype)) < 1.4
 
 
 @FORMS
@@ -328,15 +305,6 @@ def test_a_power_of_two_in_front_changes_no_bit_and_matrices_of_a_batch_are_scal
     for factor in (2.0**-10, 2.0**12):  # squares leave the range of float16
         one, other = newton_schulz(half * factor, **how), newton_schulz(half, **how)
         assert relative_error(one, other) < 2e-2
-
-
-@pytest.mark.parametrize("given, bound", [(FP32, 1e-4), (BF16, 5e-2), (FP64, 1e-12)], ids=str)
-@pytest.mark.parametrize("family", ref.FAMILIES)
-def test_tiny_and_huge_matrices_give_what_the_unscaled_ones_give(family, given, bound):
-    how = {"steps": 5, "coefficients": family, "dtype": torch.promote_types(given, FP32)}
-    G = randn(24, 40, dtype=given)
-    for factor in [1e-200, 1e200] if given == FP64 else [1e-30, 1e-20, 1e20, 1e30]:
-        assert relative_error(newton_schulz(G * factor, **how), newton_schulz(G, **how)) < bound
 
 
 def test_eps_acts_where_the_largest_magnitude_is_one_and_norms_of_16_bits_keep_digits():
@@ -407,51 +375,37 @@ def test_unknown_names_wrong_counts_and_what_is_no_real_matrix_raise(G, argument
         newton_schulz(G, **arguments)
 
 
-OVERSHOOTING = set(itertools.product(("polar_express", "cans"), range(1, 5)))
-
-
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize("family", ref.FAMILIES)
 @pytest.mark.parametrize("steps", range(1, 9))
 def test_only_schedules_cut_so_short_that_they_overshoot_warn_and_say_how_far(family, steps):
     largest = ref.largest_singular_value(family, steps)
-    assert (largest > 1.5) == ((family, steps) in OVERSHOOTING)
-
-    def muon(**group):
-        group = {"params": [torch.nn.Parameter(randn(4, 6))], "use_muon": True, **group}
-        return optimizer.Muon([group], ns_coefficients=family)
-
-    muon(ns_steps=steps, use_muon=False)
-    with warnings.catch_warnings(record=True) as caught:
-        muon(ns_steps=steps)
-    assert len(caught) == (largest > 1.5)
-    for warning in caught:
-        assert f"'{family}'" in str(warning.message) and f"{largest:.2f}" in str(warning.message)
+    overshoots = family in ("polar_express", "cans") and steps < 5
+    for use_muon in (True, False):
+        group = {"params": [torch.nn.Parameter(randn(4, 6))], "use_muon": use_muon}
+        with warnings.catch_warnings(record=True) as caught:
+            optimizer.Muon([{**group, "ns_steps": steps}], ns_coefficients=family)
+        assert len(caught) == (overshoots and use_muon) and (largest > 1.5) == overshoots
+        assert all(f"{largest:.2f}" in str(warning.message) for warning in caught)
 
 
 # -- the default arithmetic of CPUs ----------------------------------------------------------------
 
-DEFAULT_DTYPE = """
-import torch
-from kernel import optimizer
-print(optimizer.newton_schulz.newton_schulz(torch.ones(4, 4)).dtype)
-"""
+DEFAULT_DTYPE = "from kernel import optimizer; import torch; print(optimizer.newton_schulz."
+DEFAULT_DTYPE += "newton_schulz(torch.ones(4, 4)).dtype)"
 
 
 @pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="limits x86's instructions"
 )
-@pytest.mark.parametrize("limit", [None, "AVX2"])
+@pytest.mark.parametrize("limit", ["DEFAULT", "AVX2"])
 def test_bfloat16_is_the_default_only_where_there_are_instructions_that_onednn_may_use(limit):
-    environment = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    environment = {"ONEDNN_MAX_CPU_ISA": limit, "PYTHONPATH": str(Path(__file__).parent)}
     words = set(Path("/proc/cpuinfo").read_text().split())
-    expected = torch.bfloat16 if words & {"avx512_bf16", "amx_bf16"} else torch.float32
-    if limit is not None:
-        environment["ONEDNN_MAX_CPU_ISA"], expected = limit, torch.float32
+    is_fast = limit == "DEFAULT" and words & {"avx512_bf16", "amx_bf16"}
     command = [sys.executable, "-c", DEFAULT_DTYPE]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str(expected)
+    printed = subprocess.check_output(command, env=os.environ | environment, text=True)
+    assert printed.strip() == ("torch.bfloat16" if is_fast else "torch.float32")
 
 
 # -- forms -----------------------------------------------------------------------------------------
@@ -459,12 +413,6 @@ def test_bfloat16_is_the_default_only_where_there_are_instructions_that_onednn_m
 
 def form_of(rows, cols, algorithm="auto", dtype=None, device=CPU, family="polar_express", steps=5):
     return ns.recipe_for(family, steps, algorithm, dtype, FP32, device).form(rows, cols)
-
-
-def flops_of_standard_form(rows, cols):
-    """With whole products, of five polynomials: 20·s²l + 10·s³."""
-    s, l = min(rows, cols), max(rows, cols)
-    return 20 * s * s * l + 10 * s**3
 
 
 @pytest.mark.parametrize("rows, cols, dtype, device, is_gram, products", [
@@ -517,10 +465,9 @@ def test_flops_of_the_forms_are_those_of_the_formulas_and_save_what_they_should(
     more = 1 + 128 / s  # halves of symmetric products, and half a tile's width
     assert gram.flops(s, l) == pytest.approx(6 * s * s * l + (3 * s * s * l + 11 * s**3) * more)
     assert standard.flops(s, l) == pytest.approx(10 * s * s * l + (5 * s * s * l + 5 * s**3) * more)
-    assert flops_of_standard_form(s, l) / gram.flops(s, l) > 1.85
-    for size in ((512, 2048), (2048, 512), (768, 2048), (1024, 4096), (1024, 1024)):
-        flops = form_of(*size, dtype=BF16).flops(*size)
-        assert flops <= 0.87 * flops_of_standard_form(*size)
+    for s, l in ((512, 2048), (768, 2048), (1024, 4096), (1024, 1024)):
+        whole_products = 20 * s * s * l + 10 * s**3
+        assert form_of(l, s, dtype=BF16).flops(l, s) <= 0.87 * whole_products
 
 
 # -- ways to multiply ------------------------------------------------------------------------------

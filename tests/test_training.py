@@ -60,10 +60,9 @@ def losses(folder: Path) -> list[list[float]]:
     return [[float(row[key] or 0) for key in keys] for row in log(folder)]
 
 
-LAYOUTS = [[], ["--experts", 2, "--tp", 2], ["--zero2", "--experts", 2, "--offload"]]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [[], ["--experts", 2, "--tp", 2], ["--zero2", "--experts", 2, "--offload"]], ids=str
+)
 def test_resuming_continues_bit_exactly(tmp_path, layout):
     common = ["train.py", *TINY, "--optimizer", "muon", "--lr", "1e-2", *layout]
     run_here(*common, "--out", tmp_path / "whole")
@@ -77,23 +76,19 @@ def test_resuming_continues_bit_exactly(tmp_path, layout):
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-UNCLIPPED = ["--grad-clip", "1e9"]
-
-
 @pytest.mark.parametrize(
     ("ranks", "layout", "plain_ranks", "plain"),
     [
-        (2, ["--ddp", *UNCLIPPED], 2, UNCLIPPED),
-        (2, ["--zero2"], 2, UNCLIPPED),
-        (4, ["--hsdp", 2, *UNCLIPPED], 4, UNCLIPPED),
+        (2, "--ddp --grad-clip 1e9", 2, "--grad-clip 1e9"),
+        (2, "--zero2", 2, "--grad-clip 1e9"),
+        (4, "--hsdp 2 --grad-clip 1e9", 4, "--grad-clip 1e9"),
         # The experts' balance is averaged over batches, of which there are two here, too.
-        (4, ["--experts", 2, "--tp", 2], 2, ["--experts", 2]),
+        (4, "--experts 2 --tp 2", 2, "--experts 2"),
     ],
-    ids=str,
 )
 def test_layouts_train_as_plain_sharding_does(tmp_path, ranks, layout, plain_ranks, plain):
-    run_here("train.py", *TINY, *plain, "--out", tmp_path / "plain", ranks=plain_ranks)
-    run_here("train.py", *TINY, *layout, "--out", tmp_path / "layout", ranks=ranks)
+    run_here("train.py", *TINY, *plain.split(), "--out", tmp_path / "plain", ranks=plain_ranks)
+    run_here("train.py", *TINY, *layout.split(), "--out", tmp_path / "layout", ranks=ranks)
     for row, expected in zip(losses(tmp_path / "layout"), losses(tmp_path / "plain"), strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-3)  # bf16 arithmetic and wire
 

@@ -3,6 +3,7 @@ tensor as matrices, and awkward gradient."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -190,27 +191,6 @@ def test_families_of_other_counts_set_the_count(family, of_groups):
     assert run.optimizer.param_groups[0]["ns_steps"] == count
 
 
-def test_hyperparameters_may_change_between_steps():
-    run = Run(SHAPES, dict(lr=0.1, beta2=0.9, cautious=True))
-    for options in (
-        dict(lr=0.05, momentum=0.9),
-        dict(lr=0.0, weight_decay=0.5),
-        dict(lr=0.02, nesterov=False, beta2=0.5, adjust_lr="original"),
-        dict(momentum_style="ema", ns_coefficients="quintic", ns_equilibrate=True),
-        dict(maximize=True, cautious=False, decay_lr="adjusted", ns_steps=7, ns_norm_factor=1.1),
-    ):
-        run.step().change(**options)
-    run.step().check()
-
-
-def test_the_second_moment_may_be_turned_on_later_and_off_again():
-    run = Run(SHAPES).step()
-    for beta2, V in [(0.9, [torch.zeros(max(s), dtype=FP64) for s in SHAPES]), (None, [None] * 3)]:
-        run.change(beta2=beta2)
-        run.reference.second_moment = V
-        run.step().step().check()
-
-
 @pytest.mark.parametrize("lr_dtype, shape", [(FP32, ()), (FP64, (1,))], ids=str)
 @pytest.mark.parametrize("dtype, bound", [(FP32, 1e-6), (FP64, 1e-6), (BF16, 2e-3)], ids=str)
 @pytest.mark.parametrize("options", [{}, NANOCHAT, {"weight_decay": 0.0}], ids=str)
@@ -253,13 +233,6 @@ def test_split_by_name_patterns_reaches_only_the_names_that_match():
     run = Run([(24, 16)] * 3, dict(split=split, beta2=0.9), told={"split": None}, names=names)
     each = [dict(lr=0.05, beta2=0.9, split=s) for s in ([12, 6, 6], 4, 24)]
     run.reference = ref.ReferenceMuon(run.params, each)
-    run.step().step().check()
-
-
-def test_experts_are_experts_also_where_flatten_is_set():
-    names = ["experts.w", "conv.weight"]
-    run = Run([(3, 8, 12), (8, 3, 2, 2)], dict(flatten=True), names=names, expert_keys=["experts"])
-    run.reference.options[0]["expert"] = True
     run.step().step().check()
 
 
@@ -322,14 +295,6 @@ def test_absent_gradients_are_skipped_or_count_as_zeros(missing_grad, options):
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
-@PLAIN_AND_FULL
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_half_precision_parameters_follow_within_their_rounding(dtype, options):
-    run = follow(SHAPES, dict(options, lr=0.2), dtype=dtype)
-    for p in run.params:
-        assert p.dtype == run.optimizer.state[p]["momentum_buffer"].dtype == dtype
-
-
 @pytest.mark.kernels_ci
 def test_dtypes_may_be_mixed_in_one_group():
     dtypes = [BF16, FP32, FP64, FP16] * 2
@@ -352,16 +317,6 @@ def test_momentum_is_kept_in_the_dtype_that_is_asked_for(
     for i, p in enumerate(run.params):
         assert run.optimizer.state[p]["momentum_buffer"].dtype == of_momentum
         assert run.errors(i)[1] < bound
-
-
-@PLAIN_AND_FULL
-@pytest.mark.parametrize("ns_dtype", [None, BF16], ids=str)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_the_default_arithmetic_stays_near_the_reference(dtype, ns_dtype, options):
-    # Each product rounds to 4e-3, and small matrices have few entries to average over: measured
-    # at most 8e-2 of the movement, 9e-2 of V, which holds squares.
-    shapes = [*SHAPES, (128, 96), (17, 256), (1, 40)]
-    follow(shapes, dict(options, lr=0.2), dtype=dtype, ns_dtype=ns_dtype, tolerance=0.15)
 
 
 # -- chunks ----------------------------------------------------------------------------------------
@@ -449,36 +404,17 @@ def test_a_zero_gradient_still_decays_the_weight(cautious):
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("use_muon", [True, False])
-def test_version_counters_grow_so_that_autograd_notices(use_muon):
-    params = [nn.Parameter(randn(8, 6)), nn.Parameter(randn(6, 8))]
-    optim = optimizer.Muon([{"params": params, "use_muon": use_muon}])
-    loss = (params[0] * 2).mul(params[0]).sum()
-    for _ in range(2):
-        versions = [p._version for p in params]
-        for p in params:
-            p.grad = randn(*p.shape, seed=1)
-        optim.step()
-        assert all(p._version > before for p, before in zip(params, versions))
+def test_autograd_notices_that_weights_were_changed(use_muon):
+    param = nn.Parameter(randn(8, 6))
+    optim = optimizer.Muon([{"params": [param], "use_muon": use_muon}])
+    loss = param.square().sum()
+    param.grad = randn(8, 6, seed=1)
+    optim.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 # -- AdamW -----------------------------------------------------------------------------------------
-
-
-def adamw_beside_torchs(groups, **constructor):
-    """Muon's AdamW groups and torch.optim.AdamW over copies of them; groups: (params, options)."""
-    words = {"betas": "adamw_betas", "eps": "adamw_eps"}
-    ours = [
-        {"params": params, "use_muon": False, **{words.get(k, k): v for k, v in o.items()}}
-        for params, o in groups
-    ]
-    copies = [
-        {"params": [nn.Parameter(p.detach().clone()) for p in params], **o} for params, o in groups
-    ]
-    defaults = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
-    torchs = torch.optim.AdamW(copies, **defaults, **constructor)
-    return optimizer.Muon(ours, **constructor), torchs
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -489,40 +425,39 @@ def test_adamw_groups_equal_torchs_bit_for_bit(maximize):
         return [nn.Parameter(randn(*s, seed=number, dtype=d)) for s, number, d in each]
 
     groups = [
-        (params(0, FP32), dict(lr=1e-2, weight_decay=0.3)),
-        (params(10, BF16), dict(lr=3e-2, betas=(0.8, 0.99), eps=1e-6)),
-        (params(20, FP32, BF16), dict(lr=1e-3, weight_decay=0.0)),
-        (params(30, FP64), dict(betas=(0.0, 0.9))),
+        dict(params=params(0, FP32), lr=1e-2, weight_decay=0.3),
+        dict(params=params(10, BF16), lr=3e-2, adamw_betas=(0.8, 0.99), adamw_eps=1e-6),
+        dict(params=params(20, FP32, BF16), lr=1e-3, weight_decay=0.0),
+        dict(params=params(30, FP64), adamw_betas=(0.0, 0.9)),
+        dict(params=params(40, FP32), missing_grad="zero"),
     ]
-    muon, adamw = adamw_beside_torchs(groups, maximize=maximize)
+    words = {"adamw_betas": "betas", "adamw_eps": "eps"}
+    copies = [{words.get(k, k): v for k, v in copy.deepcopy(group).items()} for group in groups]
+    muon = optimizer.Muon([{**group, "use_muon": False} for group in groups], maximize=maximize)
+    defaults = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    adamw = torch.optim.AdamW(copies, maximize=maximize, **defaults)
+    pairs = list(zip(muon.param_groups, adamw.param_groups))
     for t in range(5):
-        for group, theirs in zip(muon.param_groups, adamw.param_groups):
+        for group, theirs in pairs:
+            counts_as_zeros = group["missing_grad"] == "zero"
             for i, (p, q) in enumerate(zip(group["params"], theirs["params"])):
-                G = randn(*p.shape, seed=100 * t + i, dtype=p.dtype)
                 # Absent at first, in the middle, always.
                 absent = (i, t) in [(0, 0), (1, 0), (1, 1), (2, 3)] or i == 4
-                p.grad, q.grad = (None, None) if absent else (G, G.clone())
+                G = randn(*p.shape, seed=100 * t + i, dtype=p.dtype) * (not absent)
+                p.grad, q.grad = (None if absent else G.clone()), G
+                if absent and not counts_as_zeros:
+                    q.grad = None
             if t == 2:
                 group["lr"] = theirs["lr"] = 0.02
                 group["weight_decay"] = theirs["weight_decay"] = 0.05
         muon.step()
         adamw.step()
-    for group, theirs in zip(muon.param_groups, adamw.param_groups):
-        for p, q in zip(group["params"], theirs["params"]):
-            assert torch.equal(p, q)
-            for key, expected in adamw.state[q].items():
-                assert_equal(muon.state[p][key], expected)
-
-
-def test_adamw_counts_absent_gradients_as_zeros_where_it_is_told_to():
-    ours, torchs = adamw_beside_torchs([([nn.Parameter(randn(6, 5))], {})])
-    ours.param_groups[0]["missing_grad"] = "zero"
-    p, q = (o.param_groups[0]["params"][0] for o in (ours, torchs))
-    for G in (randn(6, 5, seed=1), None, randn(6, 5, seed=2)):
-        p.grad, q.grad = G, torch.zeros(6, 5) if G is None else G.clone()
-        ours.step()
-        torchs.step()
-    assert torch.equal(p, q)
+    for p, q in (
+        (p, q) for ours, theirs in pairs for p, q in zip(ours["params"], theirs["params"])
+    ):
+        assert torch.equal(p, q)
+        for key, expected in adamw.state[q].items():
+            assert_equal(muon.state[p][key], expected)
 
 
 @pytest.mark.parametrize("of_base, grad", [
