@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers as hf
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -174,17 +175,9 @@ def loss_of(outputs: Any) -> torch.Tensor:
     loss = getattr(outputs, "loss", None)
     if loss is not None:
         return loss
-    return sum((out - torch.randn_like(out)).square().mean() for out in tensors(outputs))
-
-
-def tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested outputs that depend on the model's weights."""
-    if isinstance(outputs, torch.Tensor):
-        if outputs.requires_grad and outputs.is_floating_point():
-            yield outputs
-    elif isinstance(outputs, (tuple, list, dict)):
-        for output in outputs.values() if isinstance(outputs, dict) else outputs:
-            yield from tensors(output)
+    leaves = tree_leaves(outputs)
+    given = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    return sum((t - torch.randn_like(t)).square().mean() for t in given if t.is_floating_point())
 
 
 @pytest.mark.parametrize("name, how", TRAINED)
