@@ -150,16 +150,6 @@ def renormalize(U: Tensor) -> Tensor:
     return U * (math.sqrt(min(U.shape)) / frobenius(U).clamp(min=1e-6))
 
 
-def polar_factor(G: Tensor) -> Tensor:
-    """The exact polar factor P Qᵀ of G = P diag(σ) Qᵀ, over the σ that are not zero."""
-    G = G.to(torch.float64)
-    if G.numel() == 0:
-        return torch.zeros_like(G)
-    P, sigma, Qt = torch.linalg.svd(G, full_matrices=False)
-    kept = sigma > sigma.max() * max(G.shape) * torch.finfo(torch.float64).eps
-    return P[:, kept] @ Qt[kept]
-
-
 def momentum_update(
     B: Tensor, G: Tensor, mu: float, style="classical", nesterov=True
 ) -> tuple[Tensor, Tensor]:
