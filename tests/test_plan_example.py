@@ -342,4 +342,4 @@ def test_the_script_prints_layouts_side_by_side_and_draws_them(tmp_path):
     wrong = run("--layout", "ep")
     assert wrong.returncode == 1 and "'ep'" in wrong.stderr
     without_experts = run("--layout", "ep:8", "--layout", "ddp", "--markdown")
-    assert "ep:8" in without_experts.stderr and "| ddp" in without_experts.stdout
+    assert "ep:8" in without_experts.stderr and "`ddp`" in without_experts.stdout

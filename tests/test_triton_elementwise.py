@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from kernel import optimizer
-from layouts import EXACT, Group, Weight, part_for, step_placed, whole
+from layouts import EXACT, Group, Weight, step_placed, whole
 from ranks import on_ranks
 
 pytest.importorskip("triton")
@@ -393,7 +393,7 @@ def test_a_step_with_traffic_is_not_capturable(averages: bool) -> None:
         fully_shard(model)
     groups = [{"params": [model.weight], "use_muon": True}]
     optim = optimizer.Muon(groups, capturable=True, **options)
-    model.weight.grad = part_for(model.weight, torch.ones(8, 8))
+    model.weight.grad = torch.ones_like(model.weight)
     before = whole(model.weight).clone()
     with pytest.raises(ValueError, match="grad_reduce" if averages else "capturable=False"):
         optim.step()
