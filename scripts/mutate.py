@@ -85,6 +85,11 @@ class Source:
     def mutants(self) -> Iterator[Mutant]:
         return self._of(self.tree)
 
+    def runs_at_import(self, line: int) -> bool:
+        """Whether a line is in no function's body, as defaults of arguments are."""
+        functions = (f for f in ast.walk(self.tree) if isinstance(f, ast.FunctionDef))
+        return not any(f.body[0].lineno <= line <= (f.end_lineno or 0) for f in functions)
+
     def mutated(self, mutant: Mutant) -> bytes:
         start, stop = self._offset(mutant.start), self._offset(mutant.stop)
         text = b"".join(self.lines)
@@ -163,10 +168,14 @@ def _stop(node: ast.AST) -> Place:
 
 
 class Covered:
-    """What ran while the tests ran: by module and line the tests, by test its seconds."""
+    """What ran while the tests ran: by module and line the tests, by test its seconds.
+
+    A line that runs at import counts as run by all tests that run any line of its module.
+    """
 
     def __init__(self, folder: Path):
         self.tests: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self.of_module: dict[str, set[str]] = defaultdict(set)
         self.seconds: dict[str, float] = defaultdict(float)
         for file in folder.glob("*.jsonl"):
             for entry in map(json.loads, file.read_text().splitlines()):
@@ -175,12 +184,17 @@ class Covered:
                 for module, lines in entry["lines"].items():
                     for line in lines:
                         self.tests[module, line].add(test)
+                    if lines:
+                        self.of_module[module].add(test)
 
-    def tests_of(self, mutant: Mutant) -> list[str]:
+    def tests_of(self, mutant: Mutant, source: Source) -> list[str]:
         """Those that run the first line of what a mutant changes, the quickest first."""
-        return sorted(
-            self.tests.get((mutant.module, mutant.start[0]), ()), key=self.seconds.__getitem__
-        )
+        line = mutant.start[0]
+        if source.runs_at_import(line):
+            tests = self.of_module[mutant.module]
+        else:
+            tests = self.tests.get((mutant.module, line), set())
+        return sorted(tests, key=self.seconds.__getitem__)
 
 
 def cover(checkout: Path, folder: Path) -> None:
@@ -235,8 +249,9 @@ def tried(mutant: Mutant, root: Path, covered: Covered, seconds: float) -> Mappi
         checkout = Path(folder, "checkout")
         subprocess.run(["git", "clone", "-q", root, checkout], check=True)
         module = checkout / PACKAGE / mutant.module
-        module.write_bytes(Source(mutant.module, module.read_bytes()).mutated(mutant))
-        tests = covered.tests_of(mutant)
+        source = Source(mutant.module, module.read_bytes())
+        module.write_bytes(source.mutated(mutant))
+        tests = covered.tests_of(mutant, source)
         killer = failing_test(checkout, tests, seconds)
     taken = round(time.monotonic() - start)
     return {"killer": killer, "tests": len(tests), "seconds": taken}
