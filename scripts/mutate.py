@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("torch-ext", "optimizer")
+NOTHING_RAN = 5  # what pytest returns where it finds none of the tests
 
 OTHER_OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"),
@@ -239,6 +240,8 @@ def failing_test(checkout: Path, tests: Sequence[str], seconds: float) -> str:
             process.wait()
         output.seek(0)
         text = output.read()
+    if process.returncode == NOTHING_RAN:
+        raise RuntimeError(f"the tests in {listed} are not those of {checkout}: {text}")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
     return failed[1] if failed else "" if process.returncode in (0, -9) else text[-300:]
 

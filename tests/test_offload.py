@@ -144,7 +144,7 @@ def test_without_an_accelerator_it_costs_nothing():
 @pytest.mark.parametrize("key, value", [
     *(("slot_bytes", bad) for bad in (0, -1, 1.5, "1 MiB", True)),
     ("backend", Host), ("backend", "host"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused_and_turns_nothing_on(key, value):
     pair = Pair()
     with pytest.raises(ValueError, match=key):
