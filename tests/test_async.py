@@ -53,3 +53,16 @@ def seconds(chunks: int, in_flight: int, gather: float, compute: float, scatter:
 def test_two_in_flight_hide_one_way_of_the_traffic_and_three_both(in_flight, expected):
     taken = seconds(100, in_flight, 0.4, 1.0, 0.4) / 100
     assert taken == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("in_flight", range(1, 5))
+def test_what_a_lane_updates_last_waits_for_the_first_product_of_the_next_lane_and_no_more(
+    in_flight,
+):
+    lanes = [(3, in_flight), (1, 1), (4, in_flight), (2, 2)]
+    events = list(optimizer.async_utils.lanes_order(lanes))
+    for lane, (chunks, _) in enumerate(lanes[:-1]):
+        computed = events.index((COMPUTE, lane, chunks - 1))
+        left = [event for event in events[computed:] if event[:2] == (FINISH, lane)]
+        behind = events.index((COMPUTE, lane + 1, 0)) + 1
+        assert left and events[behind:][: len(left)] == left

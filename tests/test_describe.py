@@ -226,6 +226,7 @@ BEHIND: dict[str, tuple[dict[str, Any], str]] = {
     "a head's own stack": ({"head": {"pre": (32, 48), "linear": (48, 99)}}, "head.pre"),
     "two heads": ({"head": {"linear": (32, 9)}, "head_dist": {"linear": (32, 9)}}, ""),
     "Flux": ({"proj_out": (32, 4)}, ""),
+    "SD3, with another behind it": ({"proj_out": (32, 64), "mix": (64, 64)}, "mix"),
     "DiT": ({"proj_out_1": (32, 64), "proj_out_2": (32, 4)}, "proj_out_1"),
     "DETR": ({"bbox_predictor": BOX, "class_embed": (32, 9)}, "bbox_predictor.layers.0"),
     "heads of each layer": (
@@ -643,6 +644,11 @@ def test_heads_that_the_caller_gives_muon_are_told_and_keys_say_what_is_adamws()
     described = describe(model, adamw_keys="project")
     assert described.notes == [] and names_of(described, "Muon") == ["encode.weight"]
     assert 'adamw_keys=["project"]' in described.code
+    model = build({"layers": [{"w": (16, 16)}] * 2, "head": (16, 16)})
+    assert all_kinds(describe(model)) == ["unsure"]
+    assert not all_kinds(describe(model, adamw_keys="head"))
+    described = describe(build({"größer": (8, 8), "w": (8, 8)}), adamw_keys="größer")
+    assert 'adamw_keys=["größer"]' in described.code
     assert 'adamw_keys=["gate"]' in describe(build(ROUTER)).notes[0].why
 
 

@@ -154,6 +154,12 @@ def test_the_defaults_are_five_steps_of_polar_express_and_float64_or_what_the_cp
     assert newton_schulz(G).dtype == ns.default_dtype(dtype, CPU)
 
 
+@DTYPES
+def test_the_default_of_accelerators_is_fp16_and_fp32_on_apples(dtype):
+    found = [ns.default_dtype(dtype, torch.device(kind)) for kind in ("cuda", "xpu", "mps")]
+    assert found == ([FP64] * 3 if dtype == FP64 else [FP16, FP16, FP32])
+
+
 @pytest.mark.parametrize("steps", [None, 1, 3, 7])
 def test_coefficients_may_be_a_list_which_sets_the_count_or_one_triple_of_all_steps(steps):
     G, (a, b, c) = randn(24, 40, dtype=FP64), TRIPLES[1]

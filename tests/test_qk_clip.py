@@ -585,6 +585,7 @@ WRONG_LOGITS = [
     (ONE, {"layer": HIGH}, "qk_logits has 'layer'"),
     (ONE, {None: HIGH}, "qk_logits has None"),
     (ONE, {}, "qk_logits lacks layers 0"),
+    ([f"layers.{n}.attn" for n in range(9)], {}, "lacks layers 0, .*, 7 and 1 more"),
     (ONE, {0: HIGH, "layers.0.attn": HIGH}, r"'layers\.0\.attn' twice"),
     (ONE, {0: HIGH[:3]}, r"layer 0.*\(3,\).*\(4,\)"),
     (ONE, {0: torch.ones(2, 4)}, r"layer 0.*\(2, 4\)"),

@@ -360,6 +360,8 @@ def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, p
     sides = (1, 17, 128, 512, 4096, 4112, 65536)
     sizes = itertools.product(sides, (1, 4096), (1, 128), (False, True))
     assert {choose(dtype, *size, target) for size in sizes} == possible
+    sides_of_tiles = {side for config in possible for side in (config.block, config.block_k)}
+    assert sides_of_tiles <= {16, 32, 64, 128}  # as Triton's tiles have to be
 
 
 @pytest.mark.parametrize("s, batch, aligned, block", [
