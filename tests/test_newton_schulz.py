@@ -571,11 +571,8 @@ def test_what_users_allow_cublas_is_not_allowed_within_the_iteration(dtype, name
 
 
 def test_a_precision_that_is_inherited_is_inherited_again_behind_the_iteration():
-    try:
-        torch.backends.fp32_precision = "tf32"
+    with torch.backends.flags(fp32_precision="tf32"):
         with ns.products.full_precision(FP32, "cuda"):
             pass
-        torch.backends.fp32_precision = "ieee"
-        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    finally:
-        torch.backends.fp32_precision = "none"
+        with torch.backends.flags(fp32_precision="ieee"):
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
