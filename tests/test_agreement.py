@@ -216,6 +216,7 @@ def test_connections_and_the_process_group_can_be_made_again() -> None:
         dist.destroy_process_group()
         prefixed = dist.PrefixStore(str(lifetime), store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
+    dist.barrier()  # a rank that is gone breaks the connections of those that still make theirs
 
 
 # -- ranks that do not come ------------------------------------------------------------------------
