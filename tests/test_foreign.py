@@ -651,7 +651,7 @@ FAULTS = [
     ("motif", changed(other_names), None, r"layers\.1\.weight"),
     ("motif", lambda states: {"muon": states, "adamw": states}, None, "one state dict"),
     ("llamafactory", no_flag, None, "no use_muon"),
-    ("llamafactory", other_flag, None, "AdamW's.*parameter 0"),
+    ("llamafactory", other_flag, None, "AdamW's.*parameter 0.*use_muon=False"),
     ("nanochat", other_shape, None, r"momentum_buffer of .*\(\d+, \d+\)"),
     ("nanochat", lambda states: [states, states], None, ALL_RANKS),
     ("keller_jordan", other_shape, None, IN_ORDER),
