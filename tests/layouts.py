@@ -7,12 +7,14 @@ compares what it holds with its part of the twin, replicas included.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -138,15 +140,21 @@ def check(
 def step_placed(
     cases: Iterable[tuple[str, Sequence[Group], Mapping[str, Any]]], atol: float
 ) -> None:
-    meshes: dict[tuple[int, ...], DeviceMesh] = {}
-    for weight in (w for _, groups, _ in cases for group in groups for w in group.weights):
-        if weight.mesh is not None and weight.mesh not in meshes:
-            meshes[weight.mesh] = init_device_mesh(DEVICE, weight.mesh)
     for name, groups, options in cases:
         if "use_distributed_muon" in options:  # which knows no second moment
             groups = [replace(g, options={**g.options, "beta2": None}) for g in groups]
         with case(f"{name}, {options}"):
-            Twins.placed(groups, meshes, options).step_and_compare(atol)
+            Twins.placed(groups, options).step_and_compare(atol)
+
+
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    """Of all ranks; the same one for the same sizes."""
+    return _mesh_of(sizes, dist.group.WORLD)
+
+
+@functools.cache
+def _mesh_of(sizes: tuple[int, ...], world: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh(DEVICE, sizes)
 
 
 @contextlib.contextmanager
@@ -171,7 +179,6 @@ class Twins:
     def placed(
         cls,
         groups: Sequence[Group],
-        meshes: Mapping[tuple[int, ...], DeviceMesh],
         options: Mapping[str, Any],
         reference: Mapping[str, Any] | None = None,
     ) -> Twins:
@@ -185,7 +192,7 @@ class Twins:
             ]
             params = [
                 nn.Parameter(
-                    lay(part(value, meshes[w.mesh], w.placements) if w.mesh else value, w.memory)
+                    lay(part(value, mesh_of(w.mesh), w.placements) if w.mesh else value, w.memory)
                 )
                 for w, value in zip(group.weights, values)
             ]

@@ -36,25 +36,6 @@ def test_chunks_go_through_all_stages_in_order_and_a_few_are_under_way_at_once(c
         assert events == list(chunk_order(chunks, chunks))
 
 
-def seconds(chunks: int, in_flight: int, gather: float, compute: float, scatter: float) -> float:
-    """Of chunks on a device with two streams, for arithmetic and for collectives, both in order."""
-    arithmetic = wire = 0.0
-    arrivals: dict[int, float] = {}
-    for do, chunk in chunk_order(chunks, in_flight):
-        if do is not GATHER:
-            arithmetic = max(arithmetic, arrivals[chunk]) + (compute if do is COMPUTE else 0.0)
-        if do is not FINISH:
-            wire = max(wire, arithmetic) + (gather if do is GATHER else scatter)
-            arrivals[chunk] = wire
-    return arithmetic
-
-
-@pytest.mark.parametrize("in_flight, expected", [(1, 1.8), (2, 1.4), (3, 1.0)])
-def test_two_in_flight_hide_one_way_of_the_traffic_and_three_both(in_flight, expected):
-    taken = seconds(100, in_flight, 0.4, 1.0, 0.4) / 100
-    assert taken == pytest.approx(expected, rel=0.01)
-
-
 @pytest.mark.parametrize("in_flight", range(1, 5))
 def test_what_a_lane_updates_last_waits_for_the_first_product_of_the_next_lane_and_no_more(
     in_flight,

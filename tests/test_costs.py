@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.flop_counter import FlopCounterMode
 
 from counters import RefusesToRead, calls_by_file, count
 from kernel import as_arguments, optimizer
@@ -48,19 +47,6 @@ def test_a_step_is_few_python_calls():
 
 
 @pytest.mark.parametrize(
-    ("family", "squares"), [("quintic", 5), ("polar_express", 5), ("cubic5", 0)]
-)
-def test_flops_of_a_step_equal_the_formula(family, squares):
-    params = transformer(2, 32, 96)
-    optim = make(params, ns_coefficients=family)
-    with FlopCounterMode(display=False) as counter:
-        optim.step()
-    sides = [sorted(param.shape) for param in params]
-    expected = sum(20 * s * s * long + squares * 2 * s**3 for s, long in sides)
-    assert counter.get_total_flops() == expected
-
-
-@pytest.mark.parametrize(
     "options",
     [{}, {"beta2": 0.9, "cautious": True}, {"ns_dtype": torch.float32}],
     ids=lambda options: "-".join(options) or "defaults",
@@ -83,14 +69,11 @@ def test_smaller_chunks_take_less_memory():
     assert taken[0] < taken[1] < taken[2]
 
 
-def test_memory_does_not_grow_over_steps():
-    params = transformer(1, 64, 128)
-    optim = make(params, beta2=0.9)
+def test_five_steps_take_no_more_memory_than_one():
+    optim = make(transformer(1, 64, 128), beta2=0.9)
     optim.step()
-    first = count(optim.step).peak_bytes
-    for _ in range(5):
-        optim.step()
-    assert count(optim.step).peak_bytes == first
+    one = count(optim.step).peak_bytes
+    assert count(lambda: [optim.step() for _ in range(5)]).peak_bytes == one
 
 
 # Traffic and memory on ranks.

@@ -43,12 +43,11 @@ LAYOUTS: dict[str, tuple[list[Weight], bool]] = {
 
 def twins_on(layout: str, **options: Any) -> Twins:
     weights, _ = LAYOUTS[layout]
-    meshes = {w.mesh: init_device_mesh("cpu", w.mesh) for w in weights if w.mesh is not None}
     options = {**EXACT, "beta2": 0.9, "weight_decay": 0.1, **options}
-    group: dict[str, Any] = {} if meshes else {"process_group": dist.group.WORLD}
+    group: dict[str, Any] = {"process_group": dist.group.WORLD} if weights is WHOLE else {}
     if layout == "ZeRO-2":
         group["grad_reduce"] = "mean"
-    return Twins.placed([Group(weights)], meshes, {**options, **group}, reference=options)
+    return Twins.placed([Group(weights)], {**options, **group}, reference=options)
 
 
 def new_scaler(kind: type = torch.amp.GradScaler) -> Any:

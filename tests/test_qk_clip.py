@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import reference
-from comparisons import assert_equal
 from counters import count
 from kernel import optimizer
 
@@ -444,19 +442,6 @@ def test_recorded_logits_of_layers_that_are_not_trained_are_passed_over():
     optim.step(qk_logits={1: LOW})  # a first step of zeros clips nothing that was recorded
     recorded_by(optim, {"layers.0.attn": HIGH, "layers.1.attn": HIGH}).step()
     assert halved(named) == {"layers.1.attn"}
-
-
-def test_state_made_for_a_checkpoint_clips_nothing():
-    model = nn.ModuleDict({"q_proj": nn.Linear(4, 8), "k_proj": nn.Linear(4, 8)})
-    groups = optimizer.muon.get_default_muon_param_groups(model)
-    optim = optimizer.Muon(groups, lr=0.1, clip_config=CONFIG)
-    before = copy.deepcopy(model.state_dict())
-    optim.set_qk_logits({"": HIGH})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        get_optimizer_state_dict(model, optim)
-    assert optim.state and optim.qk_clip_stats()["steps"] == 0
-    assert_equal(dict(model.state_dict()), dict(before))
 
 
 @pytest.mark.parametrize(

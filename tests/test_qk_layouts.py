@@ -79,10 +79,9 @@ VARIANTS: list[dict[str, Any]] = [
 
 def step_clipped(ranks: int) -> None:
     """Every kind on every mesh, cut in every way; and whole, in a process group."""
-    meshes = {sizes: init_device_mesh("cpu", sizes) for sizes in MESHES[ranks]}
     cuts: list[Any] = [
         (sizes, dims, {})
-        for sizes in meshes
+        for sizes in MESHES[ranks]
         for dims in itertools.product((None, 0, 1), repeat=len(sizes))
     ]
     cuts += [((ranks,), (0,), of_group) for of_group in VARIANTS]
@@ -95,7 +94,7 @@ def step_clipped(ranks: int) -> None:
                 options["clip_config"] = {"threshold": THRESHOLD, **config}
                 told = {} if sizes else {"process_group": dist.group.WORLD}
                 groups = groups_of(kind, sizes, dims, **of_group)
-                twins = Twins.placed(groups, meshes, {**options, **told}, options)
+                twins = Twins.placed(groups, {**options, **told}, options)
                 twins.ours.qk_recorder = Recorder(dist.get_rank(), ranks)
                 twins.reference.qk_recorder = Recorder(0, 1)
                 twins.step()

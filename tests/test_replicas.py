@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import reference as ref
 from breaking import refused
 from comparisons import assert_equal
 from counters import count
@@ -209,6 +208,11 @@ def test_fp32_gradients_of_bf16_weights_that_take_any_dtype_are_averaged_in_fp32
         ("DDP", "zero", (0, 1, 2, 3), False),
         ("HSDP", "zero", (0, 1, 2, 3), False),
         ("HSDP", "zero", (1, 3), False),  # both replicas of a shard have none
+        *(
+            (layout, missing, (2, 3), True)
+            for layout in ("HSDP", "replicated")
+            for missing in ("raise", "zero")
+        ),
     ],
 )
 @on_ranks(4)
@@ -216,9 +220,10 @@ def test_a_gradient_missing_on_some_replicas(
     layout: str, missing: str, absent: tuple[int, ...], raises: bool, use_muon: bool
 ) -> None:
     params = [nn.Parameter(torch.ones(64, 32)) for _ in range(2)]
-    if layout == "HSDP":
+    if layout not in KINDS:
         mesh = init_device_mesh(DEVICE, (2, 2))
-        params = [nn.Parameter(part(p.detach(), mesh, [Replicate(), Shard(0)])) for p in params]
+        placements = [Replicate(), Shard(0) if layout == "HSDP" else Replicate()]
+        params = [nn.Parameter(part(p.detach(), mesh, placements)) for p in params]
     group = {"params": params, "names": ["a", "b"], "use_muon": use_muon, "missing_grad": missing}
     optim = optimizer.Muon([group], **EXACT, **(told(layout) if layout in KINDS else {}))
     set_gradients(params)
@@ -408,55 +413,6 @@ def test_what_is_set_through_a_wrapper_that_derives_from_the_class_reaches_the_o
 # -- presets ---------------------------------------------------------------------------------------
 
 
-def nanochat_groups() -> list[dict[str, Any]]:
-    """Head, embedding, scalars and matrices, with the keys that nanochat gives them."""
-    adamw = dict(kind="adamw", betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
-    muon = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.2)
-    return [
-        dict(adamw, params=[nn.Parameter(integers((80, 16), 0))], lr=0.004),
-        dict(adamw, params=[nn.Parameter(integers((80, 16), 1))], lr=0.2),
-        dict(adamw, params=[nn.Parameter(integers((3,), 2))], lr=0.005),
-        dict(muon, params=[nn.Parameter(integers((64, 16), 3, n)) for n in range(3)]),
-        dict(muon, params=[nn.Parameter(integers((16, 64), 4, n)) for n in range(3)]),
-    ]
-
-
-@on_ranks(2)
-def test_nanochats_optimizer_on_ranks_takes_the_steps_of_the_one_on_one_device() -> None:
-    ours = optimizer.DistMuonAdamW(nanochat_groups(), **EXACT)
-    reference = optimizer.MuonAdamW(nanochat_groups(), **EXACT)
-    pairs = list(zip("abcdefghi", params_of(ours), params_of(reference)))
-    for step in range(3):
-        for index, (_, p, q) in enumerate(pairs):
-            each = [integers(q.shape, step, index, r) for r in range(dist.get_world_size())]
-            p.grad, q.grad = each[dist.get_rank()], sum(each) / len(each)
-        ours.step()
-        reference.step()
-    Twins(ours, reference, pairs).compare()
-
-
 def test_dist_muon_adamw_needs_a_process_group():
     with pytest.raises(ValueError, match="init_process_group"):
         optimizer.DistMuonAdamW([{"kind": "adamw", "params": [nn.Parameter(torch.ones(3))]}])
-
-
-@on_ranks(2)
-def test_keller_jordans_preset_divides_the_work() -> None:
-    """Gradients are averaged before, and absent ones count as zeros."""
-    torch.manual_seed(0)
-    shapes = [(16, 24), (20, 8), (12, 12), (8, 3, 3, 3), (7, 9)]
-    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    source = ref.KellerJordanReference(params, lr=0.02, weight_decay=0.1)
-    given = optimizer.presets.keller_jordan(
-        params, lr=0.02, weight_decay=0.1, process_group=dist.group.WORLD
-    )
-    optim = optimizer.Muon(**given, **EXACT)
-    for step in range(5):
-        grads: list[Any] = [integers(p.shape, step, index) for index, p in enumerate(params)]
-        grads[step % len(grads)] = None
-        for p, grad in zip(params, grads):
-            p.grad = grad
-        optim.step()
-        source.step(grads)
-    for p, expected in zip(params, source.weights):
-        torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=2e-5)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -268,8 +267,7 @@ def fsdp2(options: dict) -> dict[str, Any]:
 
 
 def placed(weights: list[Weight], options: dict) -> dict[str, Any]:
-    meshes = {w.mesh: init_device_mesh("cpu", w.mesh) for w in weights if w.mesh}
-    twins = Twins.placed([Group(weights, KEPT)], meshes, options)
+    twins = Twins.placed([Group(weights, KEPT)], options)
     set_gradients(p for _, p, _ in twins.pairs)
     return counted(twins.ours)
 
@@ -340,7 +338,7 @@ def replicated(options: dict[str, Any]) -> dict[str, Any]:
     others = [Weight(shape) for shape in [(50, 40), (64,), (1000, 16), (400, 40)]]
     groups = [Group(matrices, KEPT), Group(others, {**KEPT, "use_muon": False})]
     options = {**options, "beta2": 0.9, "process_group": dist.group.WORLD}
-    optim = Twins.placed(groups, {}, options).ours
+    optim = Twins.placed(groups, options).ours
     params_of(optim)[-1].requires_grad_(False)
     set_gradients(params_of(optim)[:-1])
     return counted(optim)
@@ -378,9 +376,8 @@ def test_bytes_of_a_matrix_are_two_for_each_element_both_ways_and_its_mean_squar
 @on_ranks(2, pg_timeout=10, timeout=40)
 def test_one_rank_may_look_at_what_it_would_do() -> None:
     """What one rank asks for does not make it expect to compare notes with the others."""
-    mesh = init_device_mesh("cpu", (2,))
     options = {**EXACT, "consistency_check": "plan", "none_grad": False}
-    twins = Twins.placed([Group([Weight((8, 4), (2,), (0,))] * 3)], {(2,): mesh}, options)
+    twins = Twins.placed([Group([Weight((8, 4), (2,), (0,))] * 3)], options)
     for step in range(4):
         if dist.get_rank() == 1:
             group, weight = twins.ours.param_groups[0], twins.pairs[step % 3][1]

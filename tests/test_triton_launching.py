@@ -26,7 +26,6 @@ import stub_driver
 from kernel import optimizer
 from layouts import EXACT, Group, Twins, Weight, whole
 from ranks import on_ranks
-from trainings import mesh_of
 
 pytest.importorskip("triton")
 from triton._C.libtriton import native_specialize_impl
@@ -209,7 +208,7 @@ def test_one_rank_that_lacks_something_makes_all_raise_before_they_write(lacks: 
         mesh = (dist.get_world_size(),)
         group = Group([Weight((24, 16), mesh, (0,))], {"beta2": 0.9})
         options = {**EXACT, "triton": not (last and lacks == "kernels")}
-        twins = Twins.placed([group], {mesh: mesh_of(mesh)}, options)
+        twins = Twins.placed([group], options)
         ((_, param, _),) = twins.pairs
         param.grad = torch.ones_like(param)
         before = whole(param)

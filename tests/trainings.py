@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from breaking import contents, refused
 from comparisons import assert_equal
@@ -56,23 +54,13 @@ class Case:
         return [(weight, group) for group in self.groups for weight in group.weights]
 
 
-@functools.cache
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes)
-
-
-class Meshes(dict):
-    def __missing__(self, sizes: tuple[int, ...]) -> DeviceMesh:
-        return mesh_of(sizes)
-
-
 def twins_of(case: Case) -> Twins:
     options = {**EXACT, **case.options}
     reference = {**options}
     if case.replicas is not None:
         options["process_group"] = dist.group.WORLD
         options["grad_reduce"] = "mean" if case.replicas == "ZeRO-2" else None
-    twins = Twins.placed(case.groups, Meshes(), options, reference)
+    twins = Twins.placed(case.groups, options, reference)
     for number in case.frozen:
         for param in twins.pairs[number][1:]:
             param.requires_grad_(False)
@@ -159,7 +147,7 @@ def refuse_garbage_of_one_rank(where: str, value: Any, bad: int) -> None:
     options = {**EXACT, "clip_config": CLIP}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        twins = Twins.placed(groups, Meshes(), options)
+        twins = Twins.placed(groups, options)
         twins.step()
     generator = torch.Generator().manual_seed(5)
     give_gradients(twins, ["contiguous"] * 4, (), generator)
