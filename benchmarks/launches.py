@@ -118,7 +118,7 @@ def _nothing(written: str, *args: Any, **kwargs: Any) -> Any:
 
 def host_seconds(case: Any, stub: Any, facts: Any, rounds: int) -> float:
     """The least of some steps, which launch as often as was counted."""
-    with accelerator_path.process_group(case.ranks):
+    with accelerator_path.lone_rank(0, case.ranks):
         training, seconds = accelerator_path.Training(case, CPU), []
         with cpu_as_accelerator():
             for _ in range(rounds + 2):

@@ -17,24 +17,22 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 import stub_driver
 from fake_device import CUDA, Device, Fake, fake_device
 from kernel import optimizer
+from lone_rank import lone_rank
 
 EXPERTS = ("experts",)
 
@@ -163,7 +161,7 @@ class Training:
         self.optimizer.step()
 
     def storages(self) -> list[tuple[int, int]]:
-        """First addresses, and the ones behind the last, of weights, gradients and state."""
+        """First addresses, and the ones after the last, of weights, gradients and state."""
         state = [list(own.values()) for own in self.optimizer.state.values()]
         tensors = [*self.params.values(), *self.grads.values(), *tree_leaves(state)]
         storages = [local(t).untyped_storage() for t in tensors if isinstance(t, Tensor)]
@@ -246,7 +244,7 @@ def _pieces(func: Any, args: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
 def facts_of(case: Case, stub: stub_driver.StubDriver) -> Facts:
     """Takes some steps, and watches the last."""
-    with fake_device(kernels=True, computes=False) as device, process_group(case.ranks):
+    with fake_device(kernels=True, computes=False) as device, lone_rank(0, case.ranks):
         training, facts = Training(case), Facts()
         for number in range(1, case.steps + 1):
             if number < case.steps:
@@ -257,16 +255,6 @@ def facts_of(case: Case, stub: stub_driver.StubDriver) -> Facts:
             facts.device_bytes.append(device.memory.now)
     facts.parameters = training.muon_parameters
     return facts
-
-
-@contextmanager
-def process_group(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of so many, of which the others are not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _watch(training: Training, facts: Facts, stub: stub_driver.StubDriver, device: Device) -> None:

@@ -87,7 +87,7 @@ def contents(optim: Any, params: Sequence[torch.Tensor] | None = None) -> tuple[
     grads = [(id(p.grad), copied(p.grad)) if p.is_leaf else None for p in params]
     groups = [
         # Names that are set on a group go to `optim.names`.
-        (list(map(id, g["params"])), frozen({k: g[k] for k in g if k not in ("params", "names")}))
+        (list(map(id, g["params"])), fingerprint({**g, "params": None, "names": None}))
         for g in optim.param_groups
     ]
     return list(map(copied, params)), (len(optim.state), state), grads, groups
@@ -98,14 +98,14 @@ def copied(value: Any) -> Any:
     return local(value).clone() if isinstance(value, torch.Tensor) else value
 
 
-def frozen(value: Any) -> str:
+def fingerprint(value: Any) -> str:
     """All of a nested value, to compare whatever it is; NaN is itself."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.layout} {numbers_of(value)}"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {frozen(own)}' for key, own in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {fingerprint(own)}' for key, own in value.items())}}}"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(frozen, value))})"
+        return f"{type(value).__name__}({', '.join(map(fingerprint, value))})"
     return repr(value)
 
 

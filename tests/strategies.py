@@ -274,7 +274,7 @@ def garbage() -> st.SearchStrategy[Any]:
 
 
 def qk_garbage() -> st.SearchStrategy[Any]:
-    """Logits of two layers of two heads, most of them not."""
+    """Candidates for logits of two layers with two heads each; most are invalid."""
     keys = [0, 1, "layers.0", "layers.1", "layers", True, 0.0, (0,), None, torch.tensor(0)]
     key = st.one_of(st.sampled_from(keys), st.integers(), st.text(max_size=3))
     number = st.one_of(st.floats(), st.integers(-3, 3), garbage())

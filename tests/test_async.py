@@ -45,5 +45,5 @@ def test_what_a_lane_updates_last_waits_for_the_first_product_of_the_next_lane_a
     for lane, (chunks, _) in enumerate(lanes[:-1]):
         computed = events.index((COMPUTE, lane, chunks - 1))
         left = [event for event in events[computed:] if event[:2] == (FINISH, lane)]
-        behind = events.index((COMPUTE, lane + 1, 0)) + 1
-        assert left and events[behind:][: len(left)] == left
+        after = events.index((COMPUTE, lane + 1, 0)) + 1
+        assert left and events[after:][: len(left)] == left

@@ -337,7 +337,7 @@ def test_polar_factors_are_told_apart_where_another_matrix_has_no_gradient():
 
 
 def test_without_an_audit_a_step_does_nothing_more():
-    """Counted operations: before one was made, and behind it."""
+    """Counted operations: before one was made, and after it."""
     counts = []
     run = Run.on("one device")
     assert run.optim.metrics() == {}

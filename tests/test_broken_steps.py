@@ -228,7 +228,7 @@ def sweep(kind: str, steps: int, fault: str, numbers: Iterable[int]) -> Counter[
                 training.give_gradients(steps)
                 found["marked"] += 1
             elif fault == "interrupt" and are_equal(training.everything(), undisturbed):
-                continue  # just behind the step
+                continue  # just after the step
             else:
                 assert_equal(training.everything(), before)
                 assert all(p.grad is grad for p, (grad, _) in zip(training.params, grads))
@@ -276,7 +276,7 @@ def break_off_at(
 
 
 def broken(kind: str = "everything") -> Training:
-    """After a third step that broke off in AdamW's share, behind Muon's."""
+    """After a third step that broke off in AdamW's share, after Muon's."""
     return break_off_at(Training(kind).train(range(2)), 2, "begin Muon.adamw")
 
 
@@ -336,7 +336,7 @@ def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
 
 @on_ranks(2)
 def test_a_rank_without_rows_takes_a_checkpoint_after_a_step_that_broke_off() -> None:
-    """Of one row on two ranks the second has nothing, nor of the momentum."""
+    """The second of two ranks has no part of a single row, nor of its momentum."""
     param = nn.Parameter(part(torch.ones(1, 8), init_device_mesh("cpu", (2,)), [Shard(0)]))
     optim = Muon([{"params": [param], "use_muon": True}], **EXACT)
     checkpoint = copy.deepcopy(optim.state_dict())
@@ -509,7 +509,7 @@ def test_ranks_that_exchanges_or_replicas_have_parted_can_save_and_all_refuse_to
 def test_ranks_whose_groups_are_whole_go_on_from_a_checkpoint_in_the_same_processes(
     tmp_path: Path,
 ) -> None:
-    """One fails behind its last exchange, the other goes through; both load in place."""
+    """One fails after its last exchange, the other goes through; both load in place."""
     training, undisturbed = (Training("plain", "FSDP2").train(range(2)) for _ in range(2))
     with Fault("end Muon.weights", 1 << 30) as counting:
         undisturbed.train([2])

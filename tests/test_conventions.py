@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.profiler import ProfilerActivity, profile
 
 from comparisons import assert_equal, assert_same_training
 from kernel import as_arguments, optimizer
@@ -272,6 +274,36 @@ def test_optimizers_in_several_threads_step_as_they_do_alone():
         assert_same_training(model, optim, other, twin)
 
 
+def is_named(event: Any) -> bool:
+    return event is not None and (event.name.startswith("Muon.") or is_named(event.cpu_parent))
+
+
+@pytest.mark.slow
+def test_phases_have_their_names_in_the_profile_of_several_threads():
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def step_ten_matrices(_: int) -> None:
+        params = [nn.Parameter(torch.randn(8, 8)) for _ in range(10)]
+        optim = Muon([{"params": params, "use_muon": True}], chunk_size=1)
+        for seed in range(6):
+            set_gradients(params, seed)
+            optim.step()
+
+    try:
+        with (
+            profile(activities=[ProfilerActivity.CPU], experimental_config=config) as trace,
+            ThreadPoolExecutor(2) as threads,
+        ):
+            list(threads.map(step_ten_matrices, range(2)))
+    finally:
+        sys.setswitchinterval(interval)
+    arithmetic = [event for event in trace.events() if event.name.startswith("aten::_foreach")]
+    assert len(arithmetic) > 100
+    assert all(map(is_named, arithmetic))
+
+
 # What torch's tools do to parameters and gradients
 
 
@@ -301,7 +333,7 @@ def test_one_optimizer_for_each_parameter_can_step_within_the_backward():
 
 
 @on_ranks(2)
-def test_gradients_of_matrices_alone_are_gone_behind_a_step_on_ranks_too() -> None:
+def test_gradients_of_matrices_alone_are_gone_after_a_step_on_ranks_too() -> None:
     replicas = {"process_group": dist.group.WORLD}
     for settings in (None, replicas, {**replicas, "grad_reduce": "mean"}):
         for none_grad in (True, False):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from counters import RefusesToRead, calls_by_file, count
 from kernel import as_arguments, optimizer
 from layouts import local, params_of, part, set_gradients
+from lone_rank import lone_rank
 from ranks import on_ranks, run_ranks
 
 
@@ -226,10 +226,8 @@ def test_replicas_convert_updates_of_all_owners_span_by_span() -> None:
     ],
     ids=lambda options: "-".join(options) or "defaults",
 )
-@on_ranks(1)
+@lone_rank(1, 4)  # which has no notes to read
 def test_a_step_on_ranks_reads_nothing_from_the_device(options: dict[str, Any]) -> None:
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)  # no notes to read
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     tensors = [
         torch.ones(6, 8),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def build(spec: Any) -> Any:
     """A model of data: (in, out) is a linear layer, lists and dicts are modules, tensors are
-    parameters, a name is the module of that name, and what else there is is an attribute."""
+    parameters, a name is the module of that name, anything else becomes an attribute."""
     if isinstance(spec, tuple):
         return nn.Linear(*spec)
     if isinstance(spec, list):
@@ -215,7 +215,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
 
 BOX = {"layers": [(32, 32), (32, 4)]}
 MODULATED = {"linear": (32, 16), "adaLN_modulation": sequential(nn.SiLU(), (32, 64))}
-# What is behind two layers, and which of its weights are Muon's, too.
+# What comes after two layers, and which of its weights are Muon's, too.
 BEHIND: dict[str, tuple[dict[str, Any], str]] = {
     "AlexNet": (
         {"classifier": sequential((64, 48), nn.ReLU(), (48, 48), nn.ReLU(), (48, 10))},
@@ -226,7 +226,7 @@ BEHIND: dict[str, tuple[dict[str, Any], str]] = {
     "a head's own stack": ({"head": {"pre": (32, 48), "linear": (48, 99)}}, "head.pre"),
     "two heads": ({"head": {"linear": (32, 9)}, "head_dist": {"linear": (32, 9)}}, ""),
     "Flux": ({"proj_out": (32, 4)}, ""),
-    "SD3, with another behind it": ({"proj_out": (32, 64), "mix": (64, 64)}, "mix"),
+    "SD3, with another after it": ({"proj_out": (32, 64), "mix": (64, 64)}, "mix"),
     "DiT": ({"proj_out_1": (32, 64), "proj_out_2": (32, 4)}, "proj_out_1"),
     "DETR": ({"bbox_predictor": BOX, "class_embed": (32, 9)}, "bbox_predictor.layers.0"),
     "heads of each layer": (

@@ -77,7 +77,7 @@ def model() -> nn.Module:
 W = "blocks.3.w.weight"
 GOOD = "blocks.0.w.weight"
 NAMES = {"names": [GOOD, W]}
-AT = "param_groups[4]"  # behind the four of `good_groups`
+AT = "param_groups[4]"  # after the four of `good_groups`
 
 
 # The package's face: what users see most, whole. No other test compares sentences.

@@ -227,7 +227,7 @@ def normalized(normalize: Callable[[nn.Module], Any]) -> nn.Module:
 
 
 class Head(nn.Module):
-    """Some layers and what comes behind them."""
+    """Some layers and what comes after them."""
 
     def __init__(self, **modules: nn.Module):
         super().__init__()

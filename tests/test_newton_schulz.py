@@ -570,7 +570,7 @@ def test_what_users_allow_cublas_is_not_allowed_within_the_iteration(dtype, name
         setattr(matmul, name, before)
 
 
-def test_a_precision_that_is_inherited_is_inherited_again_behind_the_iteration():
+def test_a_precision_that_is_inherited_is_inherited_again_after_the_iteration():
     with torch.backends.flags(fp32_precision="tf32"):
         with ns.products.full_precision(FP32, "cuda"):
             pass

@@ -180,7 +180,7 @@ def test_where_memory_cannot_be_page_locked_one_warning_says_so(refused, device,
 @without_cuda
 @pytest.mark.parametrize("is_locked", [False, True], ids=["ordinary", "page-locked"])
 @pytest.mark.filterwarnings("ignore")
-def test_memory_is_let_go_of_behind_the_copies(is_locked, device, monkeypatch):
+def test_memory_is_freed_after_the_copies(is_locked, device, monkeypatch):
     if not is_locked:
         refuse(monkeypatch, first=1)
     optim = offloaded([100])

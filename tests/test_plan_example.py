@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkout import EXAMPLES
 from kernel import optimizer
-from ranks import run_ranks
+from lone_rank import lone_rank
 
 sys.path.append(str(EXAMPLES))
 
@@ -127,10 +125,9 @@ OF_BLOCK = {
 }
 
 
-def check_placements(text: str) -> None:
-    """What is planned for the weights of a block is what torch makes of them."""
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=13, world_size=RANKS)
+@pytest.mark.parametrize("text", ["fsdp", "hsdp:4x16", "fsdp+tp:4", "ep:4"])
+@lone_rank(13, RANKS)
+def test_weights_lie_as_torch_places_them(text):
     layout = deployment.parse_layout(text, RANKS)
     block, kind, names = Block(), layout.kind, ("outer", "inner")[2 - len(layout.mesh) :]
     mesh = init_device_mesh("cpu", layout.mesh, mesh_dim_names=names)
@@ -161,11 +158,6 @@ def check_placements(text: str) -> None:
             for p in param.placements
         ]
         assert (planned.mesh_shape, dims) == (param.device_mesh.shape, theirs), name
-
-
-@pytest.mark.parametrize("text", ["fsdp", "hsdp:4x16", "fsdp+tp:4", "ep:4"])
-def test_weights_lie_as_torch_places_them(text):
-    run_ranks(check_placements, 1, text)
 
 
 # -- steps, on a fake process group ----------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_presets_give_their_sources_numbers_in_float64(name, arguments):
 
 
 @EVERY_SOURCE
-def test_missing_gradients_and_those_behind_a_step_are_what_they_are_in_the_source(name):
+def test_missing_gradients_and_those_after_a_step_are_what_they_are_in_the_source(name):
     # Keller Jordan's takes missing ones for zeros; the others skip the matrix. Motif's are let go.
     optim, params, source, initial = beside_source(name, ARGUMENTS[name][0], **FP32)
     run(4, (optim, params, source), absent=[(1, 0), (2, 1), (3, 1), (3, 2)])
@@ -323,7 +323,7 @@ WITH_ADAMW = {
         dict(lr=0.02, wd=0.3, momentum=0.9),
         (0.02, (0.8, 0.99), 1e-6, 0.3),
     ),
-    "moonlight, an eps that weighs": (  # torch's AdamW, which adds it behind the bias correction
+    "moonlight, an eps that weighs": (  # torch's AdamW, which adds it after the bias correction
         lambda m, v: presets.moonlight(0.02, 0.1, m, adamw_params=v, adamw_eps=0.1),
         dict(lr=0.02),
         (0.02, (0.9, 0.95), 0.1, 0.1),

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from breaking import contents, frozen
+from breaking import contents, fingerprint
 from comparisons import through_torch_save
 from kernel import as_arguments, optimizer
 from layouts import EXACT, MEMORY, STEPS, Twins, build, params_of, set_gradients
@@ -248,9 +248,9 @@ def test_a_training_saved_and_loaded_at_any_point_goes_on_as_if_it_had_not_been(
                 saved = way(twins.ours.state_dict())
                 if fresh:
                     twins.ours = built_again(case, twins)
-                before = frozen(saved)
+                before = fingerprint(saved)
                 twins.ours.load_state_dict(saved)
-                assert frozen(saved) == before
+                assert fingerprint(saved) == before
             give_gradients(twins, kinds, case.frozen, generator)
             logits = None if case.logits is None else {0: torch.tensor(case.logits[step])}
             twins.ours.step(qk_logits=logits)
@@ -258,7 +258,7 @@ def test_a_training_saved_and_loaded_at_any_point_goes_on_as_if_it_had_not_been(
         for _, p, q in twins.pairs:
             assert_equal(p.detach(), q.detach(), "weight")
         ours, reference = (optim.state_dict() for optim in (twins.ours, twins.reference))
-        assert frozen(ours) == frozen(reference)
+        assert fingerprint(ours) == fingerprint(reference)
 
 
 # -- garbage ---------------------------------------------------------------------------------------
@@ -266,13 +266,13 @@ def test_a_training_saved_and_loaded_at_any_point_goes_on_as_if_it_had_not_been(
 
 def refused_or_used(optim: Any, twin: Any, undo: Callable[[], Any], **step: Any) -> None:
     """A step works, or raises and changes nothing, and after ``undo()`` works as the twin's."""
-    before = frozen(contents(optim))
+    before = fingerprint(contents(optim))
     try:
         with ignored_warnings():
             optim.step(**step)
     except ValueError as error:
         assert str(error)
-        assert frozen(contents(optim)) == before
+        assert fingerprint(contents(optim)) == before
         undo()
         with ignored_warnings():
             if twin is not None:
@@ -293,13 +293,13 @@ def test_garbage_as_an_option_of_a_group_is_refused_or_used(key, value, is_set_l
 
 
 def added_or_refused(optim: Any, group: dict[str, Any], errors: Any = ValueError) -> None:
-    before, twin = frozen(contents(optim)), copy.deepcopy(optim)
+    before, twin = fingerprint(contents(optim)), copy.deepcopy(optim)
     try:
         with ignored_warnings():
             optim.add_param_group(group)
     except errors as error:
         assert str(error)
-        assert frozen(contents(optim)) == before
+        assert fingerprint(contents(optim)) == before
         assert_steps_like(optim, twin)
     else:
         for p in params_of(optim):
@@ -352,19 +352,19 @@ def test_garbage_as_logits_is_refused_or_used(logits):
         with ignored_warnings():
             optim.step()
     set_gradients(params_of(optim), 2)
-    given_logits = frozen(logits)
+    given_logits = fingerprint(logits)
     refused_or_used(optim, copy.deepcopy(optim), lambda: None, qk_logits=logits)
-    assert frozen(logits) == given_logits
+    assert fingerprint(logits) == given_logits
 
 
 @holds(60, config=clip_garbage())
 def test_garbage_as_a_clip_config_is_refused_or_used(config):
     names = ["layers.0.wq.weight", "layers.0.wk.weight"]
     params = [nn.Parameter(m) for m in matrices([(4, 3), (2, 3)], 0)]
-    kept, group = frozen(config), muon_group(*params, names=names)
+    kept, group = fingerprint(config), muon_group(*params, names=names)
     logits = {0: torch.tensor([3.0, 0.5])}
     made_or_refused(lambda: Muon([group], clip_config=config), qk_logits=logits)
-    assert frozen(config) == kept
+    assert fingerprint(config) == kept
 
 
 @holds(60, data=st.data(), steps=st.integers(0, 1))
@@ -373,16 +373,16 @@ def test_a_garbled_checkpoint_is_refused_or_loaded_as_a_whole(data, steps):
     for _ in range(data.draw(st.integers(1, 3), label="edits")):
         garble(saved, data.draw)
     optim = trained(steps, beta2=0.9)
-    before, twin, kept = frozen(contents(optim)), copy.deepcopy(optim), frozen(saved)
+    before, twin, kept = fingerprint(contents(optim)), copy.deepcopy(optim), fingerprint(saved)
     try:
         with ignored_warnings():
             optim.load_state_dict(saved)
     except (ValueError, TypeError, KeyError) as error:
         assert str(error)
-        assert frozen(contents(optim)) == before and frozen(saved) == kept
+        assert fingerprint(contents(optim)) == before and fingerprint(saved) == kept
         assert_steps_like(optim, twin)
     else:
-        assert frozen(saved) == kept
+        assert fingerprint(saved) == kept
         set_gradients(params_of(optim))
         refused_or_used(optim, None, lambda: None)
 

@@ -30,7 +30,7 @@ class Attention:
         shapes: of the parameters, without the columns.
         config: of QK-Clip, without a threshold.
         q, k: a parameter, and the first rows of its heads, of six rows each.
-        rotated: rows of a query head behind these; the rotated key is not Muon's here.
+        rotated: rows of a query head after these; the rotated key is not Muon's here.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -160,7 +160,7 @@ def test_rows_are_scaled_as_the_formula_says(kind):
         assert all(torch.equal(params[name], before[name]) for name in untouched)
 
 
-def test_it_comes_behind_the_update():
+def test_it_comes_after_the_update():
     attention = ATTENTIONS["grouped-query"]
     options = {"lr": 0.1, "ns_dtype": torch.float32, "beta2": 0.9}
     optim, (params,) = build(attention, **options)
@@ -344,7 +344,7 @@ def test_convolutions_have_their_rows_first():
         assert (p[:6] == 0.5).all() and (p[6:] == 1).all()
 
 
-def test_heads_of_other_parameters_are_no_ones():
+def test_only_query_and_key_projections_are_clipped():
     """Values, outputs, latents, norms, adapters, a parametrized weight."""
     names = ["v_proj.weight", "wo.weight", "wq_a.weight", "wkv_a.weight", "q_proj.lora_A.weight"]
     names += ["q_norm2.weight", "k_proj.parametrizations.weight.original1", "q_projector.weight"]

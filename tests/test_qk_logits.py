@@ -9,11 +9,9 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,6 +19,7 @@ from attention_inputs import CASES, HEADS, KINDS, attend, documents, inputs_of, 
 from comparisons import assert_equal
 from counters import Operations, RefusesToRead, count
 from kernel import optimizer
+from lone_rank import lone_rank
 
 max_qk_logits = optimizer.max_qk_logits
 logits = inspect.getmodule(max_qk_logits)
@@ -310,11 +309,8 @@ def test_errors_name_the_argument_and_what_was_found(changed, match):
 
 
 def test_dtensors_are_refused():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        q, k = inputs_of().values()
+    q, k = inputs_of().values()
+    with lone_rank(0, 1):
         sharded = DTensor.from_local(q, init_device_mesh("cpu", (1,)), [Replicate()])
         with pytest.raises(ValueError, match="q is a DTensor"):
             max_qk_logits(sharded, k)
-    finally:
-        dist.destroy_process_group()

@@ -555,7 +555,7 @@ class Aborted(Exception):
 
 
 def aborted(model: Model, x: Tensor) -> None:
-    """A forward, and its backward, which raises in the second layer, behind its attention."""
+    """A forward, and its backward, which raises in the second layer, after its attention."""
 
     def hook(*_: Any) -> None:
         raise Aborted
@@ -571,7 +571,7 @@ def aborted(model: Model, x: Tensor) -> None:
 @each_around
 @pytest.mark.parametrize("first", [False, True])
 def test_of_a_forward_that_raised_nothing_is_recorded(around, first):
-    """Beside it micro-batches, before and behind it, that ended."""
+    """Beside it micro-batches, before and after it, that ended."""
     model = Model(around)
     recorder = Recorder(model)
     if first:
@@ -587,8 +587,8 @@ def interrupted(*qkv: Tensor) -> Tensor:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("behind", ["a take", "a forward", "remove", "a forward of another model"])
-def test_an_interrupted_forward_leaves_nothing(behind):
+@pytest.mark.parametrize("then", ["a take", "a forward", "remove", "a forward of another model"])
+def test_an_interrupted_forward_leaves_nothing(then):
     before, model = F.scaled_dot_product_attention, Model()
     recorder = Recorder(model)
     model(tokens(1))
@@ -599,11 +599,11 @@ def test_an_interrupted_forward_leaves_nothing(behind):
     assert F.scaled_dot_product_attention is not before
     model.attentions[1].attend = causal
     model.keep(True)
-    if behind == "a take":
+    if then == "a take":
         check(recorder, model)
-    elif behind == "a forward":
+    elif then == "a forward":
         check_after(recorder, model)
-    elif behind == "remove":
+    elif then == "remove":
         recorder.remove()
     else:
         gone = weakref.ref(recorder)

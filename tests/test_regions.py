@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -11,30 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernel import optimizer
+from lone_rank import lone_rank
 
 regions = optimizer.regions
 Sharding, ShardedDim = regions.Sharding, regions.ShardedDim
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 12, 16, 23)
-
-
-@contextlib.contextmanager
-def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
-    """A process group of this process alone, which takes the others to be there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def random_mesh(rng: random.Random) -> torch.Tensor:
@@ -143,7 +131,7 @@ def dtensor(mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...]) -> 
 
 
 def make_muon(mesh: torch.Tensor, placements: list[Any], shape: tuple[int, ...]) -> None:
-    with one_of(mesh.numel()):
+    with lone_rank(0, mesh.numel()):
         device_mesh = DeviceMesh("cpu", mesh, _init_backend=False)
         weight = nn.Parameter(dtensor(device_mesh, placements, shape))
         optimizer.Muon([{"params": [weight], "names": ["layers.3.wo.weight"], "use_muon": True}])

@@ -287,7 +287,7 @@ def test_gradients_of_another_dtype_on_another_rank_raise_on_all(kind: str) -> N
 
 
 @on_ranks(2)
-def test_a_group_that_is_none_of_this_ranks_is_refused() -> None:
+def test_a_process_group_without_this_rank_is_refused() -> None:
     groups = [{"params": [nn.Parameter(torch.zeros(4, 4))], "use_muon": True}]
     of_another = dist.new_group([1])
     wrong = [("grad_reduce", {"grad_reduce": "sum", "process_group": dist.group.WORLD})]

@@ -878,7 +878,7 @@ def test_a_closure_is_called_once_with_gradients_on_and_its_value_returned_as_it
 
 
 @pytest.mark.kernels_ci
-def test_step_hooks_fire_once_each_around_the_step_and_none_behind_one_that_raises():
+def test_step_hooks_fire_once_each_around_the_step_and_none_after_one_that_raises():
     model, optim = build()
     seen: list[str] = []
     before = model.qkv.weight.detach().clone()

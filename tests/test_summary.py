@@ -282,8 +282,8 @@ def check_counts(found: list[dict], rows: list[dict], options: dict) -> None:
         assert 1 <= own["totals"]["in_flight"] <= chunks
     sent = sum(own["sent"] for own in found)
     assert sum(own["totals"]["received_bytes"] for own in found) == sent > 0
-    # Rows tell of matrices, without the padding behind what two ranks exchange in one direction,
-    # and behind the mean squares of each owner, of which all send as many as the one with most.
+    # Rows tell of matrices, without the padding after what two ranks exchange in one direction,
+    # and after the mean squares of each owner, of which all send as many as the one with most.
     matrices = sum(row["matrices"] for row in rows)
     pairs = len(found) * (len(found) - 1)
     padding = 64 * 2 * pairs * matrices + 4 * pairs * max(max(row["shape"]) for row in rows)

@@ -162,7 +162,7 @@ def test_a_plan_is_warmed_up_once(launches):
     assert 0 < launches.count < first
 
 
-def test_without_triton_kernels_another_optimizer_and_thread_have_them_all_the_same(launches):
+def test_kernels_turned_off_in_one_optimizer_or_thread_stay_on_in_others(launches):
     with_kernels, ours = trained(1)
     launches.count, launches.error = 0, NO_COMPILER
     _, theirs = trained(1, triton=False)

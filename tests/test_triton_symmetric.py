@@ -389,7 +389,7 @@ def test_the_nearest_measurement_comes_before_the_heuristic(monkeypatch):
     assert choose(FP16, 1000, 1000, 1, False, target) != measured[keys[0]]
 
 
-def test_the_tuner_runs_dry():
+def test_the_tuner_has_a_dry_run():
     tune = Path(__file__).parent.parent / "benchmarks" / "tune.py"
     if not tune.exists():
         pytest.skip("benchmarks/tune.py is not here")

@@ -1,8 +1,8 @@
 """Weights in bf16 that lose nothing: residuals of 16 bits, and rounding at random.
 
 A twin with weights in fp32 gets the same gradients, rounded to bf16, and everything has to be
-equal to the bit: the bf16 weight and its residual make the twin's weight. That this holds on every
-layout, and of offloaded state, test_layouts.py shows.
+equal to the bit: the bf16 weight and its residual make the twin's weight. test_layouts.py shows
+that this holds on every layout.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def test_checkpoints_whose_residuals_would_be_lost_are_refused():
 
 def test_the_expectation_of_a_rounded_weight_is_the_weight():
     size = 1 << 17
-    for step in (3e-5, 1e-3):  # of 1/128, the distance between neighbours behind 1
+    for step in (3e-5, 1e-3):  # of 1/128, the distance between neighbours above 1
         options = {"weight_rounding": "stochastic", "lr": step, "weight_decay": 0.0}
         [param], optim = weights_of((size,), **options)
         with torch.no_grad():

@@ -16,50 +16,50 @@ from layouts import params_of, set_gradients
 NAN, INF = float("nan"), float("inf")
 
 TOO_LARGE = 10**400  # for any float
-NO_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1], Fraction(1, 2), TOO_LARGE]
-NO_FRACTIONS = [*NO_NUMBERS, 1.0, 1.5]
-NO_BOOLS = [1, 0, "yes", 0.5]
-NO_NAMES = ["unheard of", "", True, 1, ["none"], np.ones(2)]
-NO_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True, np.ones(2)]
-NO_FAMILIES = [
+BAD_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1], Fraction(1, 2), TOO_LARGE]
+BAD_INTEGERS = [*BAD_NUMBERS, 1.0, 1.5]
+BAD_BOOLS = [1, 0, "yes", 0.5]
+BAD_NAMES = ["unheard of", "", True, 1, ["none"], np.ones(2)]
+BAD_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True, np.ones(2)]
+BAD_FAMILIES = [
     *("newton", "", None, 5, [], (3.4445, -4.7750), (3.4445, NAN, 2.0315), (3.4, -4.7, TOO_LARGE)),
     *([bad] * 5 for bad in (None, (1.0, 2.0), (1.0, 2.0, 3.0, 4.0), ("a", "b", "c"))),
     *([bad] * 5 for bad in ((NAN, 0.0, 0.0), (2.0, -INF, 0.5))),
 ]
 BAD_VALUES: dict[str, list[Any]] = {
-    "lr": [*NO_NUMBERS, torch.ones(2), torch.ones(0), torch.tensor(1j)],
-    "momentum": NO_FRACTIONS,
-    "nesterov": [*NO_BOOLS, None],
+    "lr": [*BAD_NUMBERS, torch.ones(2), torch.ones(0), torch.tensor(1j)],
+    "momentum": BAD_INTEGERS,
+    "nesterov": [*BAD_BOOLS, None],
     "ns_steps": [0, -1, 5.0, True, None, "5", NAN, 1001, TOO_LARGE],
-    "weight_decay": NO_NUMBERS,
+    "weight_decay": BAD_NUMBERS,
     "adamw_betas": [0.9, (0.9,), (0.9, 0.95, 0.99), None, "ab", (0.9, None)]
     + [(0.9, bad) for bad in (1.0, -0.1, NAN, True)]
     + [(bad, 0.9) for bad in (1.0, -0.1, NAN, True)],
-    "adamw_eps": NO_NUMBERS,
-    "none_grad": [*NO_BOOLS, None],
-    "adjust_lr": [*NO_NUMBERS, 0.0, "unheard of", "", ["none"], np.ones(2)],
-    "momentum_style": [*NO_NAMES, None],
-    "ns_coefficients": NO_FAMILIES,
-    "ns_algorithm": [*NO_NAMES, None],
-    "ns_dtype": NO_DTYPES,
-    "ns_eps": NO_NUMBERS,
-    "ns_eps_absolute": [bad for bad in NO_NUMBERS if bad is not None],
-    "ns_norm_factor": [0.0, *(bad for bad in NO_NUMBERS if bad is not None)],
-    "ns_equilibrate": [*NO_BOOLS, None],
-    "ns_renormalize": [*NO_BOOLS, None],
-    "beta2": [bad for bad in NO_FRACTIONS if bad is not None],
-    "second_moment_side": [*NO_NAMES, None],
-    "cautious": [*NO_BOOLS, None],
-    "decay_lr": [*NO_NAMES, None],
-    "momentum_dtype": NO_DTYPES,
-    "weight_rounding": [*NO_NAMES, None],
-    "missing_grad": [*NO_NAMES, None],
+    "adamw_eps": BAD_NUMBERS,
+    "none_grad": [*BAD_BOOLS, None],
+    "adjust_lr": [*BAD_NUMBERS, 0.0, "unheard of", "", ["none"], np.ones(2)],
+    "momentum_style": [*BAD_NAMES, None],
+    "ns_coefficients": BAD_FAMILIES,
+    "ns_algorithm": [*BAD_NAMES, None],
+    "ns_dtype": BAD_DTYPES,
+    "ns_eps": BAD_NUMBERS,
+    "ns_eps_absolute": [bad for bad in BAD_NUMBERS if bad is not None],
+    "ns_norm_factor": [0.0, *(bad for bad in BAD_NUMBERS if bad is not None)],
+    "ns_equilibrate": [*BAD_BOOLS, None],
+    "ns_renormalize": [*BAD_BOOLS, None],
+    "beta2": [bad for bad in BAD_INTEGERS if bad is not None],
+    "second_moment_side": [*BAD_NAMES, None],
+    "cautious": [*BAD_BOOLS, None],
+    "decay_lr": [*BAD_NAMES, None],
+    "momentum_dtype": BAD_DTYPES,
+    "weight_rounding": [*BAD_NAMES, None],
+    "missing_grad": [*BAD_NAMES, None],
     "expert_keys": ["experts", [1], ["experts", None], 3, True],
     "split": [0, -1, True, 2.0, NAN, [], [2, -2], [4, 0], [2, True], [2.0, 2.0], [[2], [2]]]
     + ["qkv", {"w1": 0}, {"w1": []}, {"w1": "2"}, {1: 2}, {"w1": {"weight": 2}}],
-    "flatten": [*NO_BOOLS, None],
-    "maximize": [*NO_BOOLS, None],
-    "capturable": [*NO_BOOLS, None],
+    "flatten": [*BAD_BOOLS, None],
+    "maximize": [*BAD_BOOLS, None],
+    "capturable": [*BAD_BOOLS, None],
 }
 
 
@@ -76,7 +76,7 @@ def adamw_group(*params: Any, **options: Any) -> dict[str, Any]:
 
 
 def good_groups() -> list[dict[str, Any]]:
-    """Both kinds of groups, and each kind behind the other."""
+    """Both kinds of groups, and each kind after the other."""
     first, second = ["layers.0.w1.weight", "layers.0.w2.weight"], ["norm.weight", "embed.weight"]
     return [
         muon_group(parameter(4, 6), parameter(5, 5), names=first),
