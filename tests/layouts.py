@@ -111,40 +111,28 @@ class Group:
         return {"params": list(params), "names": names, "use_muon": True, **self.options}
 
 
-Cases = Mapping[str, Sequence[Weight] | Sequence[Group]]
-
-
 def check(
-    ranks: int,
-    cases: Cases,
-    variants: Sequence[Mapping[str, Any]] = (),
-    atol: float = 0.0,
-    **options,
+    ranks: int, cases: Mapping[str, Sequence[Group]], variants: Sequence[Mapping[str, Any]] = ()
 ) -> None:
     """Asserts that all cases take the steps of one process, in one launch of ``ranks`` ranks.
 
     Args:
-        cases: by name the weights of one group, or groups.
+        cases: groups by name.
         variants: further options, for each case all of them; by default one of `VARIANTS` in turn.
-        atol: of Muon's weights and second moments.
-        options: of every group.
     """
     varied = []
-    for number, (name, content) in enumerate(cases.items()):
-        groups = content if isinstance(content[0], Group) else [Group(content, options)]
+    for number, (name, groups) in enumerate(cases.items()):
         turn = VARIANTS[(ranks + 3 * number) % len(VARIANTS)]
         varied += [(name, groups, {**EXACT, **variant}) for variant in variants or [turn]]
-    run_ranks(step_placed, ranks, varied, atol)
+    run_ranks(step_placed, ranks, varied)
 
 
-def step_placed(
-    cases: Iterable[tuple[str, Sequence[Group], Mapping[str, Any]]], atol: float
-) -> None:
+def step_placed(cases: Iterable[tuple[str, Sequence[Group], Mapping[str, Any]]]) -> None:
     for name, groups, options in cases:
         if "use_distributed_muon" in options:  # which knows no second moment
             groups = [replace(g, options={**g.options, "beta2": None}) for g in groups]
         with case(f"{name}, {options}"):
-            Twins.placed(groups, options).step_and_compare(atol)
+            Twins.placed(groups, options).step_and_compare()
 
 
 def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
@@ -202,9 +190,9 @@ class Twins:
         reference = options if reference is None else reference
         return cls(build(ours, **options), build(plain, **reference), pairs)
 
-    def step_and_compare(self, atol: float = 0.0) -> None:
+    def step_and_compare(self) -> None:
         self.step()
-        self.compare(atol)
+        self.compare()
 
     def step(self) -> None:
         """Steps with random gradients."""

@@ -173,7 +173,7 @@ def projections(draw: st.DrawFn, ranks: int) -> tuple[Group, dict[str, Any], int
 
 
 @st.composite
-def cases(draw: st.DrawFn, ranks: int, steps: int = 3) -> Case:
+def cases(draw: st.DrawFn, ranks: int) -> Case:
     """Any training that a single process can take as well, to the same bits."""
     count = draw(st.integers(1, 3))
     # An update rounds once more in an fp32 weight than on an fp64 wire: all are wide, or none.
@@ -187,13 +187,13 @@ def cases(draw: st.DrawFn, ranks: int, steps: int = 3) -> Case:
         group, options["clip_config"], heads = draw(projections(ranks))
         groups.append(group)
         logit = st.sampled_from([0.5, 2.0, 1e3, 1e6, math.inf, math.nan, -math.inf])
-        logits = [[draw(logit) for _ in range(heads)] for _ in range(steps)]
+        logits = [[draw(logit) for _ in range(heads)] for _ in range(3)]
     # The mean of the same gradient of three ranks is that only but for rounding.
     replicas = draw(st.sampled_from([None, "DDP"] if ranks == 3 else [None, "DDP", "ZeRO-2"]))
     weights = [(weight, group) for group in groups for weight in group.weights]
     gradients = [
         [draw(st.sampled_from(gradients_of(weight, group))) for weight, group in weights]
-        for _ in range(steps)
+        for _ in range(3)
     ]
     frozen = [n for n in range(len(weights)) if draw(st.integers(0, 7)) == 7]
     options["comm_dtype"] = torch.float64 if wide else torch.float32

@@ -386,8 +386,8 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_few_calls(of_experts
 hsdp = optimizer.distributed.hsdp
 
 
-def shares(entries: Any, rank: int = 0, choice: str = "auto") -> set[bool]:
-    return {e.spread for e in hsdp.share_work(entries, rank, choice)}
+def shares(entries: Any, rank: int = 0) -> set[bool]:
+    return {e.spread for e in hsdp.share_work(entries, rank, "auto")}
 
 
 def replicated(replicas: int, shards: int) -> Any:
