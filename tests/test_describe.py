@@ -581,7 +581,7 @@ def test_a_given_split_is_kept_and_what_it_settles_is_not_told_again():
     assert optim.defaults["split"] == {"qkv": 4, "gate_up": [16, 16]}
 
 
-def test_convolutions_are_muons_by_one_argument():
+def test_convolutions_left_to_adamw_are_a_trap_and_one_argument_makes_them_muons():
     description = follow(resnet())
     assert description.warnings[0].parameters == ("1.0.weight", "2.0.weight")
     assert arguments(description.code, {})["convolutions"] is True
