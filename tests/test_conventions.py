@@ -307,6 +307,18 @@ def test_phases_have_their_names_in_the_profile_of_several_threads():
 # What torch's tools do to parameters and gradients
 
 
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_parameter_whose_data_is_another_tensor_goes_on_as_one_that_was_written_to(use_muon):
+    param, twin = params = [nn.Parameter(torch.ones(8, 8)) for _ in range(2)]
+    optim = Muon([{"params": params, "use_muon": use_muon}], lr=0.1, none_grad=False)
+    for seed in range(3):
+        param.data, twin.data[:] = param.detach() + 1, twin.detach() + 1
+        for each in params:
+            set_gradients([each], seed)
+        optim.step()
+    assert torch.equal(param, twin)
+
+
 def test_one_optimizer_for_each_parameter_can_step_within_the_backward():
     torch.manual_seed(0)
     model = Model()

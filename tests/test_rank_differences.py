@@ -244,6 +244,29 @@ def test_a_learning_rate_in_a_tensor_is_compared() -> None:
     refused(optim, r"lr = tensor\(0\.01999.*lr = tensor\(0\.02999")
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("lr", 0.5), ("weight_decay", 0.5), ("adamw_betas", (0.5, 0.5)), ("adamw_eps", 1e-3)
+])  # fmt: skip
+@on_ranks(2, pg_timeout=10)
+def test_options_of_adamws_groups_are_compared(key, value):
+    params = [weight_on(on_pair()[0], 6)]
+    optim = optimizer.Muon([{"params": params, "use_muon": False}])
+    if dist.get_rank() == 1:
+        optim.param_groups[0][key] = value
+    set_gradients(params)
+    refused(optim, f"{key} = ")
+
+
+@on_ranks(2, pg_timeout=10)
+def test_state_that_streams_on_one_rank_only_is_told() -> None:
+    params = [weight_on(on_pair()[0], 6, 4)]
+    optim = muon(params)
+    if dist.get_rank() == 1:
+        optim.turn_on_cpu_offload(backend=optimizer.SimulatedHost())
+    set_gradients(params)
+    refused(optim, "turn_on_cpu_offload")
+
+
 def one_never_compares() -> None:
     params = [weight_on(on_pair()[0], 6, 4)]
     optim = muon(params, consistency_check=("off", "step")[dist.get_rank()])

@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from checkpointed import load_checkpoint, save_checkpoint
+from comparisons import assert_equal
 from kernel import optimizer
 from layouts import EXACT, local, part_for
 from model_layouts import LAYOUTS, Network
@@ -133,6 +135,16 @@ def test_any_fp32_number_is_a_weight_and_its_residual():
     optim.load_exact_weights({"w": numbers})
     assert torch.equal(optim.exact_weights()["w"].view(torch.int32), numbers.view(torch.int32))
     assert torch.equal(param.detach(), rounded(numbers))
+
+
+def test_exact_weights_that_are_loaded_between_steps_stay():
+    [param], optim = weights_of((4, 4), lr=0.0)
+    weights = {"w": torch.full((4, 4), 1 + 2**-15)}
+    for load in (lambda weights: None, optim.load_exact_weights):
+        load(weights)
+        param.grad = torch.ones_like(param)
+        optim.step()
+    assert torch.equal(optim.exact_weights()["w"], weights["w"])
 
 
 def test_inf_stays_nan_stays_and_what_rounds_to_inf_comes_back_finite():
@@ -414,6 +426,30 @@ def test_the_expectation_of_a_rounded_weight_is_the_weight():
         expected = step * 128
         assert share == pytest.approx(expected, abs=5 * math.sqrt(expected / size))
         assert set(param.detach().tolist()) == {1.0, 1.0 + 1 / 128}
+
+
+def test_the_expectation_of_a_weight_that_is_clipped_after_its_step_is_that_of_both():
+    names, sizes = ["q_proj.weight", "k_proj.weight"], ((512, 256), (512, 256))
+    how = {"weight_rounding": "stochastic", "lr": 1 / 512, "weight_decay": 0.0, "names": names}
+    params, optim = weights_of(*sizes, clip_config={"head_dim": 8, "threshold": 0.81}, **how)
+    optim.param_groups[0]["use_muon"] = False
+    for param in params:
+        param.data.fill_(1.0)
+        param.grad = -torch.ones_like(param)
+    optim.step(qk_logits={"": torch.ones(64)})
+    for param in params:
+        expected = 0.9 * (1 + 1 / 512)  # five standard deviations from this, of 2⁻⁷ each
+        assert param.double().mean().item() == pytest.approx(expected, abs=5 * 2**-7 / 2**8.5)
+
+
+def test_random_numbers_go_on_after_a_distributed_checkpoint(tmp_path):
+    run, again = (Run("stochastic") for _ in range(2))
+    run.train(range(2))
+    save_checkpoint(run, tmp_path)
+    load_checkpoint(again, tmp_path)
+    for each in (run, again):
+        each.train([2])
+    assert_equal(*(dict(each.model.state_dict()) for each in (run, again)))
 
 
 def test_step_and_name_or_else_group_and_index_each_change_the_random_numbers():
