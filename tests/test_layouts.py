@@ -138,24 +138,6 @@ FEATURES = {
     "weights in bf16": Feature({"momentum_dtype": torch.float32}, **BF16),
     "weights in bf16, exact": Feature({"weight_rounding": "exact"}, **BF16),
     "weights in bf16, at random": Feature({"weight_rounding": "stochastic"}, **BF16),
-    "weights in bf16, exact, streamed, renormalized": Feature(
-        {"weight_rounding": "exact", "beta2": 0.9, "ns_options": {"renormalize": True}},
-        on_ranks=offload,
-        **BF16,
-    ),
-    "absent gradients count as zeros": Feature(
-        {"missing_grad": "zero", "ns_options": {"eps_absolute": 1e-3}},
-        gives=lambda name, step: (len(name) + step) % 3 > 0 and not name.startswith("idle"),
-    ),
-    "weights in bf16, exact, streamed, renormalized": Feature(
-        {"weight_rounding": "exact", "beta2": 0.9, "ns_options": {"renormalize": True}},
-        on_ranks=offload,
-        **BF16,
-    ),
-    "absent gradients count as zeros": Feature(
-        {"missing_grad": "zero", "ns_options": {"eps_absolute": 1e-3}},
-        gives=lambda name, step: (len(name) + step) % 3 > 0 and not name.startswith("idle"),
-    ),
     "weights in fp64": Feature({"comm_dtype": torch.float64}, change=nn.Module.double),
     "weights in fp64, an fp32 wire": Feature({**FP32, "exact": False}, change=nn.Module.double),
     "uneven shards of shards": Feature(
