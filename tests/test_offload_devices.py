@@ -89,9 +89,18 @@ def test_state_stays_on_the_host_whatever_changes(device):
     assert training.optimizer.state[more]["momentum_buffer"].device == CPU
     assert "w1" in str(training.optimizer.summary())
     away, groups[1]["params"] = groups[1]["params"], []  # comes back, too
+    training.params["odd"].requires_grad_(False)  # as does what is frozen
     training.optimizer.turn_off_cpu_offload()
     groups[1]["params"] = away
     assert training.devices() == {CUDA}
+
+
+def test_a_copy_takes_no_more_of_the_device_than_its_original(device):
+    training, peaks = Training(steps=1, chunk_size=1).drop_gradients(), []
+    for each in (training, copy.deepcopy(training)):
+        peaks.append(device.memory.peak_of(each.step))
+        each.drop_gradients()
+    assert peaks[1] == peaks[0]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
