@@ -117,6 +117,12 @@ def change_dtype(training: Training) -> None:
         training.step()
 
 
+def change_weights(training: Training) -> None:
+    with torch.no_grad():
+        for param in training.params.values():
+            param.mul_(0.5)
+
+
 # What is done between two steps.
 SCENARIOS: dict[str, Callable[[Training], Any]] = {
     "stream": lambda training: None,
@@ -124,12 +130,14 @@ SCENARIOS: dict[str, Callable[[Training], Any]] = {
     "load": load,
     "turn off": turn_off_and_on,
     "change dtype": change_dtype,
+    "change weights": change_weights,
     "save": lambda training: copy.deepcopy(training.optimizer.state_dict()),
 }
 
 
 def stream(scenario: str) -> None:
-    training = Training(steps=1, chunk_size=1)
+    exact: dict[str, Any] = {"chunk_size": 1, "weight_rounding": "exact"}
+    training = Training(lambda value: value.to(CUDA, torch.bfloat16), steps=1, **exact)
     SCENARIOS[scenario](training)
     training.step()
 
