@@ -227,10 +227,10 @@ def test_logits_up_to_the_threshold_change_no_bit(logits):
     assert all(torch.equal(p, before[name]) for name, p in params.items())
 
 
-def test_listed_heads_only_and_the_strongest_of_several():
+@pytest.mark.parametrize("keys", [{"k_indices": [0, 0, 1]}, {}], ids=["listed", "as paired"])
+def test_listed_heads_only_and_the_strongest_of_several(keys):
     attention = ATTENTIONS["grouped-query"]
-    config = {"q_indices": [1, 1, 6], "k_indices": [0, 0, 1]}
-    optim, (params,) = build(attention, config=config)
+    optim, (params,) = build(attention, config={"q_indices": [1, 1, 6], **keys})
     before = values(params)
     optim.step(qk_logits={0: [12.0, 24.0, 54.0]})
     q, k = (params[f"{name}.weight"] / before[f"{name}.weight"] for name in ("q_proj", "k_proj"))
@@ -297,6 +297,7 @@ ALL_LOW = dict.fromkeys(CODERS, LOW)
         (CODERS, CONFIG, {"encoder": HIGH, CODERS[1]: LOW, CODERS[2]: HIGH}, CODERS[::2]),
         (THREE_LAYERS, {0: CONFIG, "layers.1": CONFIG, 2: None}, ALL_HIGH, THREE_LAYERS[:2]),
         (TOWERS, {"language": CONFIG}, OF_TOWERS, TOWERS[1:]),
+        (TOWERS, {"language": None, "language.layers.1": CONFIG}, OF_TOWERS, TOWERS[2:3]),
     ],
 )  # fmt: skip
 def test_layers_are_told_by_number_or_by_prefix(prefixes, config, logits, clipped):

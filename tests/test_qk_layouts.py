@@ -108,6 +108,18 @@ def test_rows_columns_strides_and_replicas_are_clipped_as_on_one_device(ranks):
     run_ranks(step_clipped, ranks, ranks)
 
 
+@on_ranks(2)
+def test_a_bias_whose_rows_ranks_divide_is_scaled_with_its_own_heads() -> None:
+    """By AdamW in ZeRO-2, where each rank updates half of it."""
+    groups = [Group([Weight((1024, 2))], {}, ["0.wq.weight"])]
+    groups.append(Group([Weight((1024,))], {"use_muon": False}, ["0.wq.bias"]))
+    options = {**EXACT, "clip_config": {"head_dim": 256, "threshold": THRESHOLD}}
+    told = {"process_group": dist.group.WORLD, "grad_reduce": "mean"}
+    twins = Twins.placed(groups, {**options, **told}, options)
+    twins.ours.qk_recorder = twins.reference.qk_recorder = Recorder(0, 1)
+    twins.step_and_compare()
+
+
 # -- how logits come ---------------------------------------------------------------------------
 
 
