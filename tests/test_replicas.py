@@ -141,7 +141,8 @@ def means_of_odd_gradients(shapes: Any, dtype: torch.dtype) -> list[tuple[str, f
     optim = optimizer.Muon(groups, missing_grad="zero", nesterov=False, **more, **told("ZeRO-2"))
     means = {}
     for number, p in enumerate(params):
-        each: list[Any] = [(integers(p.shape, number, r) / 256).to(dtype) for r in range(ranks)]
+        scale = 2.0**12 if dtype == torch.float16 else 2.0**-8  # so that sums of two overflow
+        each: list[Any] = [(scale * integers(p.shape, number, r)).to(dtype) for r in range(ranks)]
         if number % 3 == 1 and p.ndim == 2:  # of another order in memory
             each = [g.mT.contiguous().mT for g in each]
         if number % 5 == 4 and p.numel():
@@ -162,7 +163,9 @@ def means_of_odd_gradients(shapes: Any, dtype: torch.dtype) -> list[tuple[str, f
     return [(c.name, c.sent) for c in averaging]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 @pytest.mark.parametrize(("ranks", "shapes"), [(2, LARGE), (4, SHAPES)], ids=["2", "4"])
 def test_means_of_gradients_of_any_shape_and_memory_are_exact(ranks, shapes, dtype):
     found = run_ranks(means_of_odd_gradients, ranks, shapes, dtype)
