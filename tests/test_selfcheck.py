@@ -260,6 +260,13 @@ def dense() -> nn.Module:
     return nn.Sequential(nn.Embedding(50, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 50))
 
 
+class Routed(nn.Sequential):
+    """A layer of it is idle where all tokens are 0."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if tokens.any() else self[2](self[0](tokens))
+
+
 ON_PURPOSE = ["embed", "layers.1", "lm_head"]
 # Layouts, and other arguments of `selfcheck`.
 HEALTHY: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -273,6 +280,10 @@ HEALTHY: dict[str, tuple[Any, dict[str, Any]]] = {
     "random batches": (lambda model: fsdp(seeded(model)), {"batch_fn": random_tokens}),
     "frozen on purpose": (lambda model: fsdp(freeze(model, 0)), {"frozen": ["layers.0"]}),
     "in no group on purpose": (partly_grouped, {"frozen": ON_PURPOSE}),
+    "idle in one of two batches": (
+        lambda model: fsdp(model, split=None, expert_keys=()),
+        {"model_fn": lambda: Routed(*dense()), "batch_fn": lambda i: i * random_tokens(i)},
+    ),
 }
 
 
