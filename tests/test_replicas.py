@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from breaking import refused
 from comparisons import assert_equal
@@ -95,6 +97,29 @@ def test_replicas_hold_the_same_bits_in_the_default_formats(layout):
     for shard, found in run_ranks(held_in_default_formats, 4, layout):
         assert_equal(found, of_shard.setdefault(shard, found))
     assert len(of_shard) == (1 if layout in KINDS else 2)
+
+
+class NaNs(TorchDispatchMode):
+    """How many are given to collectives, of which output comes before input."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            given = args[1] if isinstance(args[1], torch.Tensor) else args[0]
+            self.count += sum(t.isnan().sum().item() for t in tree_leaves(given))
+        return func(*args, **(kwargs or {}))
+
+
+@on_both
+@on_ranks(3)
+def test_nothing_travels_that_nobody_wrote(kind: str) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    optim = muon_of((7, 40), (5, 24), (6, 30), (11, 4), (9,), kind=kind, beta2=0.9)
+    set_gradients(params_of(optim))
+    with NaNs() as found:
+        optim.step()
+    assert found.count == 0
 
 
 # -- replicas of some ranks ------------------------------------------------------------------------

@@ -180,6 +180,15 @@ def test_state_of_parameters_that_come_back_is_as_they_left_it():
     assert_equal(optim.state_dict(), before)
 
 
+def test_steps_go_on_from_state_that_was_replaced():
+    replaced, written = trained(2, beta2=0.9), trained(2, beta2=0.9)
+    for p, q in zip(trainable(replaced[0]), trainable(written[0])):
+        for key, value in written[1].state[q].items():
+            replaced[1].state[p][key] = torch.zeros_like(value)
+            value.zero_()
+    go_on(replaced, written)
+
+
 def test_a_group_added_after_steps_has_state_from_the_next_one_and_leaves_the_rest_alone():
     model, optim = trained(3)
     before = copy.deepcopy(optim.state_dict()["state"])
