@@ -378,7 +378,7 @@ def test_sharded_steps_by_kernels_have_the_bits_of_whole_ones() -> None:
         use_kernels(patch)
         for options in ({}, {"beta2": 0.9, "cautious": True}):
             how, groups = {**EXACT, **options}, [Group(SHARDED), Group(EXPERTS)]
-            step_placed([("rows, columns and experts", groups, how)], 0.0)
+            step_placed([("rows, columns and experts", groups, how)])
 
 
 # -- captured steps --------------------------------------------------------------------------------
