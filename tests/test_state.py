@@ -174,6 +174,7 @@ def test_state_of_parameters_that_come_back_is_as_they_left_it():
     optim = trained(1)[1]
     before, old = copy.deepcopy(optim.state_dict()), [g["params"] for g in optim.param_groups]
     set_gradients(swap_parameters(optim, torch.clone))
+    optim.state_dict()
     optim.step()
     for group, params in zip(optim.param_groups, old):
         group["params"] = params
