@@ -32,6 +32,7 @@ from timing import load_kernel, machine, show
 kernel = load_kernel()
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 accelerator_path: Any = import_module("accelerator_path")
+lone_rank: Any = import_module("lone_rank").lone_rank
 stub_driver: Any = import_module("stub_driver")
 CASES = accelerator_path.CASES
 
@@ -118,7 +119,7 @@ def _nothing(written: str, *args: Any, **kwargs: Any) -> Any:
 
 def host_seconds(case: Any, stub: Any, facts: Any, rounds: int) -> float:
     """The least of some steps, which launch as often as was counted."""
-    with accelerator_path.lone_rank(0, case.ranks):
+    with lone_rank(0, case.ranks):
         training, seconds = accelerator_path.Training(case, CPU), []
         with cpu_as_accelerator():
             for _ in range(rounds + 2):

@@ -190,13 +190,14 @@ class Run:
             assert_same(name, held[name], value, *((atol, rtol) if is_adamw else (0.0, 0.0)))
 
 
-def save_checkpoint(run: Run, directory: Path, **how: Any) -> None:
+def save_checkpoint(run: Any, directory: Path, **how: Any) -> None:
+    """Saves what a run, or anything else with a `model` and its `optim`, holds."""
     weights, state = get_state_dict(run.model, run.optim, options=StateDictOptions(**how))
     dcp.save({"model": weights, "optim": state}, checkpoint_id=directory)
 
 
 def load_checkpoint(
-    run: Run, directory: Path, prepare: Callable[[Any], Any] = lambda content: content, **how: Any
+    run: Any, directory: Path, prepare: Callable[[Any], Any] = lambda content: content, **how: Any
 ) -> None:
     options = StateDictOptions(**how)
     weights, state = get_state_dict(run.model, run.optim, options=options)

@@ -135,13 +135,9 @@ def step_placed(cases: Iterable[tuple[str, Sequence[Group], Mapping[str, Any]]])
             Twins.placed(groups, options).step_and_compare()
 
 
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
-    """Of all ranks; the same one for the same sizes."""
-    return _mesh_of(sizes, dist.group.WORLD)
-
-
 @functools.cache
-def _mesh_of(sizes: tuple[int, ...], world: dist.ProcessGroup) -> DeviceMesh:
+def mesh_over(world: dist.ProcessGroup | None, sizes: tuple[int, ...]) -> DeviceMesh:
+    """Of all ranks; for the same process group and sizes the same one."""
     return init_device_mesh(DEVICE, sizes)
 
 
@@ -178,12 +174,11 @@ class Twins:
             whole_params = [
                 nn.Parameter(MEMORY[w.memory](value)) for w, value in zip(group.weights, values)
             ]
-            params = [
-                nn.Parameter(
-                    lay(part(value, mesh_of(w.mesh), w.placements) if w.mesh else value, w.memory)
-                )
+            parts = [
+                part(value, mesh_over(dist.group.WORLD, w.mesh), w.placements) if w.mesh else value
                 for w, value in zip(group.weights, values)
             ]
+            params = [nn.Parameter(lay(value, w.memory)) for w, value in zip(group.weights, parts)]
             ours.append(group.param_group(params, number))
             plain.append(group.param_group(whole_params, number))
             pairs += zip(ours[-1]["names"], params, whole_params)

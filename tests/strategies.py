@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from layouts import MEMORY, Group, Weight, axes_of
+from layouts import MEMORY, STEPS, Group, Weight, axes_of
 from trainings import Case
 
 MESHES = {
@@ -187,13 +187,13 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         group, options["clip_config"], heads = draw(projections(ranks))
         groups.append(group)
         logit = st.sampled_from([0.5, 2.0, 1e3, 1e6, math.inf, math.nan, -math.inf])
-        logits = [[draw(logit) for _ in range(heads)] for _ in range(3)]
+        logits = [[draw(logit) for _ in range(heads)] for _ in range(STEPS)]
     # The mean of the same gradient of three ranks is that only but for rounding.
     replicas = draw(st.sampled_from([None, "DDP"] if ranks == 3 else [None, "DDP", "ZeRO-2"]))
     weights = [(weight, group) for group in groups for weight in group.weights]
     gradients = [
         [draw(st.sampled_from(gradients_of(weight, group))) for weight, group in weights]
-        for _ in range(3)
+        for _ in range(STEPS)
     ]
     frozen = [n for n in range(len(weights)) if draw(st.integers(0, 7)) == 7]
     options["comm_dtype"] = torch.float64 if wide else torch.float32

@@ -21,9 +21,8 @@ SHAPES = [(24, 24), (40, 16), (16, 40), (64, 12)]
 FP32 = {"ns_dtype": torch.float32}
 
 # How far the movement of the weights may be from the source's, relative to it.
-# Arithmetic in float32: measured at most 1.4e-5. In bfloat16 each product rounds to 4e-3: measured
-# at most 1.5e-2, and 4.8e-2 with nanochat's, whose cautious decay hangs on rounded signs.
-FLOAT32, BFLOAT16, NANOCHATS_BFLOAT16 = 1e-4, 4e-2, 0.1
+# Arithmetic in float32: measured at most 1.4e-5. Updates that travel in bfloat16 round to 4e-3.
+FLOAT32, BFLOAT16 = 1e-4, 4e-2
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*leave singular values"),  # of a short Polar Express
@@ -139,8 +138,8 @@ def make(name, params, arguments, **options):
     return optimizer.Muon(**getattr(presets, name)(params, **arguments), **options)
 
 
-def beside_source(name, arguments, dtype=torch.float32, shapes=SHAPES, **options):
-    params = parameters(shapes, dtype=dtype)
+def beside_source(name, arguments, dtype=torch.float32, **options):
+    params = parameters(dtype=dtype)
     source, initial = SOURCES[name](params, **arguments), copies(params)
     return make(name, params, arguments, **options), params, source, initial
 

@@ -17,7 +17,7 @@ NAN, INF = float("nan"), float("inf")
 
 TOO_LARGE = 10**400  # for any float
 BAD_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1], Fraction(1, 2), TOO_LARGE]
-BAD_INTEGERS = [*BAD_NUMBERS, 1.0, 1.5]
+BAD_FRACTIONS = [*BAD_NUMBERS, 1.0, 1.5]
 BAD_BOOLS = [1, 0, "yes", 0.5]
 BAD_NAMES = ["unheard of", "", True, 1, ["none"], np.ones(2)]
 BAD_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True, np.ones(2)]
@@ -28,7 +28,7 @@ BAD_FAMILIES = [
 ]
 BAD_VALUES: dict[str, list[Any]] = {
     "lr": [*BAD_NUMBERS, torch.ones(2), torch.ones(0), torch.tensor(1j)],
-    "momentum": BAD_INTEGERS,
+    "momentum": BAD_FRACTIONS,
     "nesterov": [*BAD_BOOLS, None],
     "ns_steps": [0, -1, 5.0, True, None, "5", NAN, 1001, TOO_LARGE],
     "weight_decay": BAD_NUMBERS,
@@ -47,7 +47,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "ns_norm_factor": [0.0, *(bad for bad in BAD_NUMBERS if bad is not None)],
     "ns_equilibrate": [*BAD_BOOLS, None],
     "ns_renormalize": [*BAD_BOOLS, None],
-    "beta2": [bad for bad in BAD_INTEGERS if bad is not None],
+    "beta2": [bad for bad in BAD_FRACTIONS if bad is not None],
     "second_moment_side": [*BAD_NAMES, None],
     "cautious": [*BAD_BOOLS, None],
     "decay_lr": [*BAD_NAMES, None],
