@@ -1,13 +1,12 @@
 """Translates the constructor arguments of other Muons to those of `Muon`.
 
-A preset returns the keyword arguments of `Muon`, groups included: its user changes one line::
+A preset returns keyword arguments for `Muon`, groups included, so only one line changes::
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
-Presets raise a ValueError for an argument or a group key that neither the source nor this package
-has, or that has no counterpart, and for an empty list of parameters. Give further options of `Muon`
-to `Muon`. After a step gradients are what they are in the source: still there
-(``none_grad=False``), except with `motif`, which sets those of matrices to None.
+Presets raise ValueError for an empty list of parameters, and for arguments and group keys that are
+unknown or have no counterpart. Pass further options of `Muon` to `Muon`. As in the sources, a step
+leaves gradients in place (``none_grad=False``); only `motif` sets those of matrices to None.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 
 
 def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
-    """Motif's ``Muon``: classical momentum and the coefficients of `you`.
+    """Motif's ``Muon``: classical momentum and the `you` coefficients.
 
     Args:
         params: Motif's groups, with ``use_muon`` and ``names``.
-        lr, arguments: of Motif's constructor, which are those of `Muon` here.
+        lr, arguments: arguments of Motif's constructor, which `Muon` shares.
     """
     _check_arguments(arguments, "Motif's Muon", _arguments_of(Muon))
     groups = validation.as_groups(params)
@@ -60,18 +59,18 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
 def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     """``torch.optim.Muon``: averaged momentum, one (a, b, c) for all iterations.
 
-    torch divides by max(norm, eps); here eps is added to the norm of the matrix scaled to a largest
-    magnitude of 1, so gradients below eps keep their direction.
+    torch divides by max(norm, eps). Here the matrix is first scaled to a largest magnitude of 1,
+    then eps is added to its norm, so gradients below eps keep their direction.
 
     Args:
-        params: tensors, (name, tensor) pairs, or groups, which may have the arguments below.
+        params: tensors, (name, tensor) pairs, or groups, whose keys may be the arguments below.
         lr: learning rate.
         arguments: ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients`` (one (a, b,
-            c)), ``eps``, ``ns_steps``, ``adjust_lr_fn`` (None: the original scale;
+            c)), ``eps``, ``ns_steps``, ``adjust_lr_fn`` (None is the original scale;
             ``"spectral_unclamped"`` is ``"spectral"`` here).
 
     Raises:
-        ValueError: unknown ``adjust_lr_fn``.
+        ValueError: if ``adjust_lr_fn`` is unknown.
     """
     source, muon_keys = "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS]
     _check_arguments(arguments, source, muon_keys)
@@ -93,7 +92,7 @@ _TORCH_DEFAULTS = {
 
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """torch's arguments as those of `Muon`."""
+    """Translates torch's arguments to those of `Muon`."""
     renamed = {"eps": "ns_eps", "adjust_lr_fn": "adjust_lr"}
     translated = {renamed.get(key, key): value for key, value in arguments.items()}
     if "adjust_lr_fn" in arguments:
@@ -116,20 +115,20 @@ def keller_jordan(
     process_group: Any = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their like.
+    """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their variants.
 
-    Averaged momentum, quintic, scale sqrt(max(1, rows/cols)), absent gradients count as zeros,
-    convolutions read as (out, rest), in a group of their own: the source takes the scale of a
-    convolution from the two sides of its kernel, so it is 1 unless the kernel is higher than wide.
+    Averaged momentum, the `quintic` coefficients, scale sqrt(max(1, rows/cols)), and missing
+    gradients as zeros. Convolutions are read as (out, rest), in a group of their own: the source
+    computes their scale from the height and width of the kernel, so it is 1 unless height > width.
 
     Args:
-        params: tensors, or groups with ``use_muon`` as ``MuonWithAuxAdam`` takes them (there
-            ``betas`` and ``eps`` are Adam's).
+        params: tensors, or ``MuonWithAuxAdam``'s groups with ``use_muon``, where ``betas`` and
+            ``eps`` are Adam's.
         process_group: the ranks that divide the work, all with the same parameters and averaged
-            gradients; the source takes the default group, ``torch.distributed.group.WORLD``.
+            gradients; the source uses the default group, ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: a convolution whose kernel is higher than wide: no ``adjust_lr`` has its scale.
+        ValueError: if a convolution's kernel is higher than wide: no ``adjust_lr`` has its scale.
     """
     _check_arguments(unknown, "Keller Jordan's Muon", _arguments_of(keller_jordan))
     source, muon_keys = "Keller Jordan's Muon", {"lr", "weight_decay", "momentum"}
@@ -143,7 +142,10 @@ def keller_jordan(
             continue
         group = validation.normalize_group(group, f"param_groups[{number}]")
         if any(p.ndim == 4 and p.shape[-2] > p.shape[-1] for p in group["params"]):
-            raise ValueError("keller_jordan has no scale for a kernel higher than wide")
+            raise ValueError(
+                f"param_groups[{number}] has a kernel higher than wide, whose scale in Keller "
+                "Jordan's Muon has no counterpart: train it with AdamW"
+            )
         groups.append(_subset(group, lambda p: p.ndim != 4))
         convolutions = _subset(group, lambda p: p.ndim == 4)
         if convolutions["params"]:
@@ -168,10 +170,11 @@ def moonlight(
     adamw_eps: float = 1e-8,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """Moonlight's ``Muon``, which LlamaFactory ships: classical momentum, quintic, 0.2·sqrt(max).
+    """Moonlight's ``Muon``, also in LlamaFactory.
 
-    Its AdamW adds eps to the root of the uncorrected second moment; this one is torch's, which
-    corrects first. The two differ by what eps weighs in the first steps.
+    Classical momentum, the `quintic` coefficients, scale 0.2·sqrt(max(rows, cols)). Moonlight's
+    AdamW adds eps to the root of the uncorrected second moment; torch's, used here, corrects the
+    second moment first. So eps has a different weight in the first steps.
     """
     _check_arguments(unknown, "Moonlight's Muon", _arguments_of(moonlight))
     matrices = [] if muon_params is None else _as_list(muon_params)
@@ -204,26 +207,26 @@ def dion(
     newton_schulz_func: Optional[Callable[..., Tensor]] = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """microsoft/dion's ``Muon``: classical momentum, the coefficients of `you`, spectral scale.
+    """microsoft/dion's ``Muon``: classical momentum, the `you` coefficients, spectral scale.
 
     Args:
-        params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
-            or with ``use_muon``, and arguments of its hyperparameters (``beta1`` and ``beta2`` in
-            place of ``betas``), and ``num_heads`` or ``split_sizes``.
+        params: tensors, or groups. A group may have ``algorithm``, ``"muon"`` (the default) or
+            ``"adamw"``, or ``use_muon``; hyperparameters (``beta1`` and ``beta2`` instead of
+            ``betas``); and ``num_heads`` or ``split_sizes``.
         distributed_mesh: a process group of replicas divides the work among them, as in the
-            source; a mesh has no effect, since DTensors say how they are sharded.
+            source; a mesh has no effect, since DTensors carry theirs.
         adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
-        flatten: tensors of more than two dimensions as (dim 0, rest). Without ``flatten`` the
-            source takes them for stacked matrices: name those by ``expert_keys`` here.
+        flatten: True to read tensors of more than two dimensions as (dim 0, rest). Otherwise the
+            source reads them as stacked matrices; here, name those in ``expert_keys``.
         use_triton: has no effect; kernels are used where they run.
-        cautious_wd: decay only where update and weight agree in sign. Only matrices can have it:
+        cautious_wd: True to decay only where update and weight agree in sign. Only for matrices:
             groups of AdamW need ``cautious_wd=False`` or no decay.
-        use_polar_express: Polar Express instead of `you`, the default of later versions.
+        use_polar_express: True for `polar_express` coefficients, the default of later versions.
 
     Raises:
-        ValueError: what has no counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an
-            ``algorithm`` that this package does not have (``"lion"``); an unknown scale;
-            ``num_heads`` together with ``split_sizes``.
+        ValueError: if an argument has no counterpart (``newton_schulz_func``,
+            ``use_gram_newton_schulz``), an ``algorithm`` or scale is unknown, or a group has both
+            ``num_heads`` and ``split_sizes``.
     """
     if newton_schulz_func or use_gram_newton_schulz:
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
@@ -239,19 +242,17 @@ def dion(
         algorithm = group.pop("algorithm", "muon" if group["use_muon"] else "adamw")
         _check_choice(f"{where}: algorithm", algorithm, ("muon", "adamw"))
         if algorithm == "muon" and not group["use_muon"]:
-            raise ValueError(f"{where} has algorithm='muon' and use_muon=False; give one of them")
-        own = {key: group.pop(key, default) for key, default in defaults.items()}
-        _check_choice(f"{where}: adjust_lr", own["adjust_lr"], _DION_SCALES)
-        group.update(momentum=own["mu"], cautious=own["cautious_wd"])
-        group.update(adamw_betas=(own["beta1"], own["beta2"]), adamw_eps=own["epsilon"])
-        group.update(adjust_lr=_DION_SCALES[own["adjust_lr"]], ns_eps_absolute=own["epsilon"])
+            raise ValueError(f"{where} has algorithm='muon' and use_muon=False: set one of them")
+        values = {key: group.pop(key, default) for key, default in defaults.items()}
+        _check_choice(f"{where}: adjust_lr", values["adjust_lr"], _DION_SCALES)
+        group.update(momentum=values["mu"], cautious=values["cautious_wd"])
+        group.update(adamw_betas=(values["beta1"], values["beta2"]), adamw_eps=values["epsilon"])
+        group.update(adjust_lr=_DION_SCALES[values["adjust_lr"]], ns_eps_absolute=values["epsilon"])
         group["use_muon"] = algorithm == "muon"
         if algorithm == "muon":
-            group["split"] = _dion_split(own["num_heads"], own["split_sizes"], where)
-        elif own["cautious_wd"] and group.get("weight_decay", weight_decay):
-            raise ValueError(
-                f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
-            )
+            group["split"] = _dion_split(values["num_heads"], values["split_sizes"], where)
+        elif values["cautious_wd"] and group.get("weight_decay", weight_decay):
+            raise ValueError(f"{where}: AdamW has no cautious decay here: set cautious_wd=False")
     given = dict(lr=lr, weight_decay=weight_decay, nesterov=nesterov, flatten=flatten)
     if distributed_mesh is not None and not hasattr(distributed_mesh, "mesh"):
         given["process_group"] = distributed_mesh
@@ -263,11 +264,11 @@ _DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None
 
 
 def _dion_split(heads: Any, sizes: Any, where: str) -> Any:
-    """The ``split`` of dion's ``num_heads``, each with as many rows, or of its ``split_sizes``."""
+    """Returns the ``split`` for dion's ``num_heads``, heads of equal rows, or ``split_sizes``."""
     if heads is None:
         return sizes
     if sizes is not None:
-        raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
+        raise ValueError(f"{where} has num_heads and split_sizes: set one of them")
     if not is_int(heads) or heads < 1:
         raise ValueError(f"{where}: num_heads must be an int ≥ 1, found {heads!r}")
     return f"([num_heads={heads}] rows) cols"
@@ -285,8 +286,8 @@ def normuon(
 ) -> dict[str, Any]:
     """microsoft/dion's ``NorMuon``: its ``Muon``, with a second moment for each row of a matrix.
 
-    Where matrices are sharded, the source normalizes each shard by itself; this package normalizes
-    whole matrices.
+    For sharded matrices, the source normalizes each shard separately; this package normalizes whole
+    matrices.
 
     Args:
         params, distributed_mesh, lr, mu, use_polar_express, arguments: as for `dion`.
@@ -312,27 +313,29 @@ def emerging_optimizers(
     weight_update_hook: Any = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """NVIDIA's Emerging-Optimizers' ``Muon``, which Megatron-LM trains with.
+    """``Muon`` of NVIDIA's Emerging-Optimizers, which Megatron-LM uses.
 
     The arguments and defaults are those of 0.5.0a0 (20 August 2026); 0.4.0 has the same defaults.
-    Averaged momentum, the coefficients of `you`, which it calls ``"quintic"``.
+    Averaged momentum, and the `you` coefficients, which the source calls ``"quintic"``.
 
     Args:
         params: tensors, or groups with ``lr``, ``momentum``, ``weight_decay``.
-        fp32_matmul_prec, use_syrk: have no effect; ``ns_dtype`` of `Muon` decides.
-        coefficient_type: ``"simple"``, ``"quintic"``, ``"polar_express"`` (eight triples of its
-            own), ``"cans"``, ``"cubic5"`` or ``"deepseekv4"``.
+        fp32_matmul_prec, use_syrk: have no effect; set ``ns_dtype`` of `Muon` instead.
+        coefficient_type: ``"simple"``, ``"quintic"``, ``"polar_express"`` (the source's eight
+            triples), ``"cans"``, ``"cubic5"`` or ``"deepseekv4"``.
         scale_mode: ``"spectral"``, ``sqrt(max(rows, cols))``; ``"shape_scaling"``,
             ``sqrt(max(1, rows/cols))``; ``"unit_rms_norm"``, ``sqrt(rows/cols)``.
-        extra_scale_factor: multiplies the update but not the decay. ``"spectral"`` makes it
-            ``adjust_lr``; other scales multiply matrices' learning rates by it, and divide their
-            decays. The source suggests 0.2, or sqrt((1 − β)/(1 + β)) for AdamW's first β.
+        extra_scale_factor: factor on the update but not on the decay. With ``"spectral"`` it
+            becomes ``adjust_lr``; with other scales, matrices' learning rates are multiplied by it
+            and their decays divided. The source suggests 0.2, or sqrt((1 − β)/(1 + β)) for AdamW's
+            first β.
 
     Raises:
-        ValueError: another ``weight_decay_method``; a ``weight_update_hook``; ``"aol"``, which in
-            the source turns the largest singular values around, and ``"custom"``; more steps than
-            ``"quintic"``, ``"cubic5"`` or ``"cans"`` have coefficients: the source repeats them,
-            or the last, which in 16-bit arithmetic diverges.
+        ValueError: if ``weight_decay_method`` is not ``"decoupled"``; if there is a
+            ``weight_update_hook``; if ``coefficient_type`` is ``"custom"``, or ``"aol"``, which
+            reverses the sign of the largest singular values; or if ``num_ns_steps`` exceeds the
+            coefficients of ``"quintic"``, ``"cubic5"`` or ``"cans"``, which the source then
+            repeats: in 16 bits that diverges.
     """
     source = "Emerging-Optimizers' Muon"
     _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
@@ -353,9 +356,9 @@ def emerging_optimizers(
     return {"params": groups, **how}
 
 
-# By Emerging-Optimizers' scale, ``adjust_lr``; that of "spectral" is ``extra_scale_factor``.
+# Emerging-Optimizers' scale → ``adjust_lr``; for "spectral" it is ``extra_scale_factor``.
 _EMERGING_SCALES = {"shape_scaling": "original", "unit_rms_norm": "spectral"}
-# By Emerging-Optimizers' coefficients: the family that has them, or the triples.
+# Emerging-Optimizers' coefficients → the family that has them, or the triples.
 _EMERGING_COEFFICIENTS: dict[str, Any] = {
     "simple": "quintic",
     "quintic": "you",
@@ -374,10 +377,10 @@ _EMERGING_COEFFICIENTS: dict[str, Any] = {
 
 
 def _emerging_triples(coefficient_type: str, steps: int) -> Any:
-    """The ``ns_coefficients`` of Emerging-Optimizers: a family's name, or a triple for each step.
+    """Returns ``ns_coefficients``: a family's name, or one triple per iteration.
 
-    Lists that are too short go on with their last triple, as in the source, except those that
-    would turn updates around or diverge.
+    As in the source, lists that are too short repeat their last triple, but not those that would
+    then reverse updates or diverge.
     """
     _check_choice("coefficient_type", coefficient_type, _EMERGING_COEFFICIENTS)
     family = _EMERGING_COEFFICIENTS[coefficient_type]
@@ -387,7 +390,7 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
     if steps > len(triples) and coefficient_type in ("quintic", "cubic5", "cans"):
         raise ValueError(
             f"num_ns_steps={steps} would repeat coefficients of {coefficient_type!r}, which can "
-            f"turn updates around or make them infinite: at most {len(triples)}"
+            f"reverse updates or make them infinite: use at most {len(triples)}"
         )
     return triples[:steps] + triples[-1:] * (steps - len(triples))
 
@@ -395,21 +398,21 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
 class MuonAdamW(Muon):
     """nanochat's ``MuonAdamW``: Polar Express, factored second moment, cautious decay.
 
-    Its version of July 2026 also equilibrates rows before the iteration and renormalizes after it,
-    and does what `DistMuonAdamW` does where torch.distributed is initialized, over all ranks.
+    The version of July 2026 also equilibrates rows before the iteration and renormalizes after it.
+    If torch.distributed is initialized, it works as `DistMuonAdamW` over all ranks.
 
     Args:
         param_groups: groups with ``kind``: ``"muon"`` (``lr``, ``momentum``, ``ns_steps``,
             ``beta2``, ``weight_decay``; ``beta2=None`` means 0) or ``"adamw"`` (``lr``, ``betas``,
-            ``eps``, ``weight_decay``). The keys stay live: schedules may set them at any time.
-        version: of nanochat's formulas, ``"2026-02"`` or ``"2026-07"``.
-        options: further ones of `Muon`, such as ``ns_dtype``.
+            ``eps``, ``weight_decay``). Schedules may set these keys at any time.
+        version: version of nanochat's formulas, ``"2026-02"`` or ``"2026-07"``.
+        options: further options of `Muon`, such as ``ns_dtype``.
 
     Unlike in nanochat, the learning rate, decay and betas are not rounded to the parameters' dtype,
     and each matrix has a momentum buffer of its own in the state.
 
     Raises:
-        ValueError: an unknown ``kind`` or ``version``; whatever `Muon` raises.
+        ValueError: if ``kind`` or ``version`` is unknown, or if `Muon` raises.
     """
 
     def __init__(
@@ -422,14 +425,15 @@ class MuonAdamW(Muon):
         for key in ("beta2", *_NANOCHAT_KEYS, *fixed):
             if key in options:
                 raise ValueError(
-                    f"{key} is nanochat's, or a group's: {type(self).__name__} takes none"
+                    f"{type(self).__name__} does not accept {key}, which nanochat fixes or sets in "
+                    "groups: leave it out"
                 )
         super().__init__(param_groups, **fixed, **options)
 
     @classmethod
     def for_model(cls, *_: Any, **__: Any) -> MuonAdamW:
         raise TypeError(
-            f"{cls.__name__} takes nanochat's groups: recipes.nanochat(model) makes them"
+            f"{cls.__name__} needs nanochat's groups: recipes.nanochat(model) makes them"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -452,7 +456,7 @@ class MuonAdamW(Muon):
         return super()._translate({**group, **options})
 
 
-# nanochat's formulas as options; the input of the iteration is divided by factor·norm + eps.
+# nanochat's formulas as options. It divides the input of the iteration by factor·norm + eps.
 _NANOCHAT: dict[str, Any] = {
     "ns_coefficients": "polar_express",
     "momentum_style": "ema",
@@ -471,23 +475,22 @@ _NANOCHAT_VERSIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-# What nanochat calls options of AdamW's groups.
+# nanochat's names of options of AdamW's groups.
 _NANOCHAT_KEYS = {"adamw_betas": "betas", "adamw_eps": "eps"}
 
 
 class DistMuonAdamW(MuonAdamW):
-    """nanochat's ``DistMuonAdamW``: `MuonAdamW` of replicas, in ZeRO-2, without a DDP wrapper.
+    """nanochat's ``DistMuonAdamW``: `MuonAdamW` for replicas, as ZeRO-2 without a DDP wrapper.
 
-    Every rank comes with the gradients of its own batch. ``step()`` averages them by
-    reduce-scatter, each rank keeps the state of its rows, owners orthogonalize, updates are
-    gathered.
+    Every rank has the gradients of its own batch. ``step()`` averages them with reduce-scatter,
+    each rank keeps the state of its rows, owners orthogonalize, and updates are gathered.
 
     Args:
         param_groups: as for `MuonAdamW`, the same on all ranks.
-        process_group: the ranks; None is all of them.
+        process_group: the ranks; None means all ranks.
 
     Raises:
-        ValueError: torch.distributed is not initialized; whatever `MuonAdamW` raises.
+        ValueError: if torch.distributed is not initialized, or if `MuonAdamW` raises.
     """
 
     def __init__(
@@ -501,7 +504,10 @@ class DistMuonAdamW(MuonAdamW):
 def _muon_groups(
     params: Params, source: str, muon_keys: Collection[str], adamw_keys: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group."""
+    """Copies groups, with ``use_muon=True`` by default; puts tensors or pairs into one Muon group.
+
+    Raises ValueError for unknown keys.
+    """
     params = _as_list(params)
     if not params:
         raise ValueError(f"{source} got an empty parameter list")
@@ -528,7 +534,7 @@ def _check_arguments(names: Iterable[str], source: str, valid: Collection[str]) 
             raise ValueError(f"{source} has no argument {name!r}{_instead(name, valid)}")
 
 
-# Keys that say what a group holds, which all sources' groups may have.
+# Keys for the contents of a group, which groups of all sources may have.
 _CONTENTS = ("params", "names", "param_names", "use_muon", "expert_keys")
 
 
@@ -536,14 +542,14 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
     for key in set(group) - {*_CONTENTS, *valid}:
         instead = _instead(key, sorted(valid))
         raise ValueError(
-            f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
-            f"has not{instead}. Set further options of this package, and keys of your own, on the "
-            "groups that the preset returns"
+            f"param_groups[{number}] has {key!r}, which is no key of such a group of {source}"
+            f"{instead}. Set further options of this package, and keys of your own, on the groups "
+            "that the preset returns"
         )
 
 
 def _instead(word: str, valid: Collection[str]) -> str:
-    """What may be meant by a word that means nothing, and all words that mean something."""
+    """Suggests a replacement for an unknown word, and lists the valid ones."""
     instead = suggestion(word, valid)
     return f"{f' ({instead})' if instead else ''}; it has {', '.join(valid)}"
 
@@ -555,7 +561,7 @@ def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def _subset(group: Mapping[str, Any], condition: Callable[[Tensor], bool]) -> dict[str, Any]:
-    """The group with only the parameters that meet a condition, and their names."""
+    """Returns the group with only the parameters that meet a condition, and their names."""
     chosen = list(map(condition, group["params"]))
     keys = group.keys() & {"params", "names", "param_names"}
     return {**group, **{key: list(itertools.compress(group[key], chosen)) for key in keys}}
