@@ -52,9 +52,9 @@ def test_links_lead_somewhere(document):
         assert any((ROOT / "tests").rglob(file)), file
 
 
-def test_the_page_of_options_is_made_from_their_declarations():
-    command = [sys.executable, str(ROOT / "scripts" / "options_page.py"), "--check"]
-    subprocess.run(command, check=True)
+@pytest.mark.parametrize("script", ["options_page.py", "api_page.py"])
+def test_generated_pages_are_up_to_date(script):
+    subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], check=True)
 
 
 # -- commands --------------------------------------------------------------------------------------
