@@ -531,7 +531,7 @@ class Muon(Stateful):
         """Starts an audit, which watches steps to the end of its context, or until its ``stop()``.
 
         Call its ``report()`` on all ranks, and print what that returns: first what is wrong, then
-        what steps did to each parameter (docs/audit.md). Steps give the same bits as without an
+        what steps did to each parameter (docs/checks.md). Steps give the same bits as without an
         audit. A new audit stops the one before it.
 
         Args:
@@ -553,8 +553,8 @@ class Muon(Stateful):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
 
-        They are this rank's share; docs/audit.md lists the keys. The host waits for the device, but
-        for no other rank.
+        They are this rank's share; docs/checks.md lists the keys. The host waits for the device,
+        but for no other rank.
         """
         return {} if self._audit is None else self._audit.metrics()
 
