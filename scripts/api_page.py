@@ -79,7 +79,7 @@ def call(title: str, value: Any, doc: str) -> str:
         if is_keyword and name in ARGUMENTS and name not in described:
             more = {"**options"}
         elif name != "self":
-            stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+            stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(p.kind.name, "")
             default = getattr(p.default, "__name__", repr(p.default)).replace("'", '"')
             parts += ["*"] if is_keyword and "*" not in parts else []
             parts.append(f"{stars}{name}" + ("" if p.default is p.empty else f"={default}"))
