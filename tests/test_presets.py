@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def parameters(shapes=SHAPES, seed=0, dtype=torch.float32):
-    """Of the size weights have: on larger ones float32 would round a step of 1e-3 to 4 digits."""
+    """Returns weights of a realistic size; larger ones would round a step of 1e-3 to 4 digits."""
     return [nn.Parameter((randn(*s, seed=seed + i) * 0.1).to(dtype)) for i, s in enumerate(shapes)]
 
 
@@ -309,7 +309,7 @@ def test_motifs_options_may_be_replaced():
 
 
 def motifs_groups(params, others):
-    """Of a model with experts, whose parameters it puts into the lists."""
+    """Groups a model with experts, and puts its parameters into the lists."""
     groups = optimizer.get_default_muon_param_groups(Model(), expert_keys=["experts"])
     params[:], others[:] = (group["params"] for group in groups)
     return groups
