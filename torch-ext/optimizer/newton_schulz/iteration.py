@@ -42,35 +42,36 @@ def newton_schulz(
     scratch: Optional[Scratch] = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Returns the approximate polar factor U of every matrix in ``G``: if G = PΣQᵀ, then U ≈ PQᵀ.
+    """Approximates the polar factor U of every matrix in ``G``: if G = PΣQᵀ, then U ≈ PQᵀ.
 
     Args:
-        G: matrices (..., rows, cols) of a real floating dtype; leading dimensions are a batch.
-        steps: number of iterations. None means the number that the coefficients were made for, 5
-            for a single triple.
-        coefficients: a family of `FAMILIES`, one (a, b, c) for all iterations, or a list with one
-            for each iteration.
-        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``, which picks the faster for the shape.
-        dtype: dtype of the iteration's arithmetic; None picks by device (`default_dtype`).
-        eps: added to the norm of the matrix after its largest magnitude is scaled to 1, so the
-            result does not depend on the scale of ``G``.
-        eps_absolute: added to the norm of the matrix itself, as in most other Muons.
-        norm_factor: factor on the norm; None means the family's.
-        equilibrate: True to first scale rows to the root mean square of their norms.
-        renormalize: True to scale U to a polar factor's Frobenius norm, sqrt(min(rows, cols)).
-        scratch: buffers to work in. With them, ``G`` may be overwritten, and U may share memory
-            with ``G`` or with a buffer. Without them, ``G`` is not modified and U is a new tensor.
-        batch_invariant: True to orthogonalize one matrix at a time, so that no bit of a result
-            depends on other matrices in ``G``. Libraries pick kernels by batch size, so with
-            several threads the last bits would differ.
+        G: matrices (..., rows, cols), real floating point; leading dimensions are a batch.
+        steps: number of iterations. None uses the number that the coefficients were made for, or 5
+            for one (a, b, c).
+        coefficients: the name of a published family (see ``ns_coefficients`` in docs/options.md),
+            one (a, b, c) for all iterations, or a list with one for each iteration.
+        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``, which picks the faster one for the
+            shape.
+        dtype: dtype of the iteration's arithmetic; None uses `default_dtype`.
+        eps: added to the norm after the matrix was scaled to a largest magnitude of 1, so it has
+            the same effect on a matrix and on 1e-30 times that matrix.
+        eps_absolute: added to the norm of the unscaled matrix, as in most other Muons.
+        norm_factor: multiplies the norm; None uses the family's factor.
+        equilibrate: True first scales each row to the root mean square of the rows' norms.
+        renormalize: True scales U to the Frobenius norm sqrt(min(rows, cols)), that of a polar
+            factor.
+        scratch: buffers to work in. With them, ``G`` may be overwritten, and U lies in ``G`` or in
+            one of them; without them, ``G`` is unchanged and U is new.
+        batch_invariant: True orthogonalizes one matrix at a time, so that no bit of its result
+            depends on the other matrices in ``G``. Libraries pick kernels by batch size, which can
+            change the last bits.
 
     Returns:
-        U (..., rows, cols) in the dtype of the arithmetic. Zero matrices give zeros, matrices with
-        Inf or NaN give NaN, and empty ones stay empty.
+        U (..., rows, cols), in the dtype of the arithmetic. Zero matrices give zeros, matrices with
+        Inf or NaN give NaN, and empty matrices stay empty.
 
     Raises:
-        ValueError: if ``G`` has fewer than two dimensions or no real floating dtype, or an option
-            is unknown.
+        ValueError: fewer than two dimensions, complex or integer input, or unknown options.
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise ValueError(
