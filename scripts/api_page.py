@@ -78,8 +78,8 @@ def call(title: str, value: Any, doc: str) -> str:
         is_keyword = p.kind is p.KEYWORD_ONLY
         if is_keyword and name in ARGUMENTS and name not in described:
             more = {"**options"}
-        elif name != "self":
-            stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        elif name not in ("self", "unknown"):
+            stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(p.kind.name, "")
             default = getattr(p.default, "__name__", repr(p.default)).replace("'", '"')
             parts += ["*"] if is_keyword and "*" not in parts else []
             parts.append(f"{stars}{name}" + ("" if p.default is p.empty else f"={default}"))

@@ -41,7 +41,7 @@ def rows_of(printed: str, first: str) -> list[list[str]]:
 
 
 def output_of(script: str, *options: str, **variables: str) -> str:
-    """Of a process of its own: modules of examples/ and of tests/ share names."""
+    """Runs a script in its own process: modules of examples/ and of tests/ share names."""
     command = [sys.executable, ROOT / "benchmarks" / script, *options, "--markdown"]
     environment = {**os.environ, **variables}
     return subprocess.run(

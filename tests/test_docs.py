@@ -20,7 +20,9 @@ from kernel import optimizer
 from layouts import set_gradients
 from models import Attention
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")]
+)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:benchmarks|docs|examples|scripts|tests|torch-ext)/[\w./-]+)")
 TEST = re.compile(r"`(?:tests/)?(test_\w+\.py)")
@@ -31,7 +33,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 
 def anchors(document: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Returns the anchors that GitHub makes from a document's headings."""
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -192,7 +194,7 @@ BLOCKS = [
 @pytest.mark.parametrize(("path", "block"), BLOCKS)
 def test_code_of_the_documents_runs(path, block, process_group):
     names = namespace()
-    if path.stem == "audit":
+    if path.stem == "checks":
         names["loss"] = lambda model, batch: model(batch).square().mean()
         names["batches"] = [torch.randn(2, 8, 64)]
     exec(block, names)

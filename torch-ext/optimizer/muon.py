@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class Muon(Stateful):
-    r"""Muon for matrices (Jordan et al. 2024), AdamW for everything else.
+    r"""Muon for matrices (Jordan et al. 2024), AdamW for all other parameters.
 
     For each matrix W with gradient G, momentum buffer B and learning rate lr::
 
@@ -69,29 +69,30 @@ class Muon(Stateful):
         U ← U / sqrt(running mean of U²)   only with beta2, per row or column, norm preserved
         W ← W·(1 − lr·weight_decay) − lr·scale·U
 
-    where scale is 0.2·sqrt(max(rows, cols)) by default (Liu et al. 2025, arXiv:2502.16982). So a
-    weight decay that was tuned for AdamW fits Muon, too; `describe` prints which multiples of
-    AdamW's learning rate to try. Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does
-    not depend on the scale of gradients.
+    The default scale is 0.2·sqrt(max(rows, cols)) (Liu et al. 2025, arXiv:2502.16982), so a weight
+    decay tuned for AdamW also fits Muon. `describe` prints which multiples of AdamW's learning rate
+    to try. U does not depend on the scale of the gradients unless ``ns_eps_absolute`` or
+    ``ns_equilibrate`` is set.
 
-    `Muon.for_model` makes the groups of a model, too. docs/options.md says what each argument does
-    and may be; defaults suit most trainings. All but those that it lists under "For all groups" may
-    be keys of a group.
+    `Muon.for_model` also makes the parameter groups. docs/options.md describes all arguments; the
+    defaults suit most training runs. Every argument except those it lists under "For all groups"
+    can also be a key of a parameter group.
 
     Args:
-        params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
-            matrices. ``params`` holds tensors, and ``names`` their names in the same order; or
-            ``params`` holds (name, parameter) pairs.
-        lr: learning rate, a number or a tensor of one element; for both algorithms.
-        weight_decay: decoupled, for both.
-        momentum, nesterov: μ, and whether to look ahead along the momentum.
-        adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
-        process_group: the ranks that hold the same plain parameters, a process group or a mesh of
-            one dimension. Sharded parameters, DTensors, say themselves where they lie.
+        params: parameter groups: dicts with ``params`` and with ``use_muon``, True for matrices.
+            ``params`` holds tensors, with their names in ``names`` in the same order, or (name,
+            parameter) pairs.
+        lr: learning rate of both algorithms: a number or a tensor with one element.
+        weight_decay: decoupled weight decay of both algorithms.
+        momentum: μ.
+        nesterov: True orthogonalizes w·G + μB instead of B.
+        adamw_betas, adamw_eps: AdamW's betas and eps, for groups with ``use_muon=False``.
+        process_group: the ranks that hold replicas of plain parameters: a process group or a
+            one-dimensional mesh. DTensors need none: they carry their own mesh and placements.
 
     Raises:
-        ValueError: wrong input; the message names the parameter, and nothing was changed.
-        TypeError: an unknown argument; the message says what to write instead.
+        ValueError: invalid input. The message names the parameter; nothing was changed.
+        TypeError: unknown argument. The message says what to write instead.
 
     Example:
         >>> groups = get_default_muon_param_groups(model)
@@ -187,28 +188,30 @@ class Muon(Stateful):
         decay_vectors: bool = True,
         **options: Any,
     ) -> Muon:
-        """Makes the groups of a model, and the optimizer: Muon for matrices, AdamW for the rest.
+        """Makes an optimizer for a model: Muon for matrices, AdamW for all other parameters.
 
-        Stacked experts and tensors that hold several matrices, such as fused projections, are found
-        by the model's modules and names. What can't be told is left to AdamW, with one warning.
-        ``print(optimizer.describe(model, …))`` takes the same arguments, and shows the decisions.
+        Modules and names show which tensors hold stacked experts or several matrices, such as fused
+        projections. Tensors that nothing identifies are left to AdamW, with one warning.
+        ``print(optimizer.describe(model, …))`` takes the same arguments and shows the decisions.
 
         Args:
-            model: the model, after ``fully_shard`` or whatever else replaces its parameters.
+            model: the model, after ``fully_shard`` or anything else that replaces its parameters.
             lr: learning rate of the matrices.
-            adamw_lr: of all else; None takes ``lr``.
-            weight_decay: decoupled, of both.
-            per_head: True updates each head of query, key and value projections by itself; what
-                modules and config don't tell the heads of stays whole, with one warning.
-            expert_keys: components of names that hold stacked experts; "auto" finds them.
-            split: how tensors are split into matrices; "auto" finds it, a mapping from name
-                patterns is added to what is found, and None leaves every tensor whole.
-            convolutions: True gives Muon convolutions, too, read as (first dimension, the rest).
+            adamw_lr: learning rate of all other parameters; None uses ``lr``.
+            weight_decay: decoupled weight decay of both algorithms.
+            per_head: True orthogonalizes each head of query, key and value projections separately.
+                Projections whose head size is unknown stay whole, with one warning.
+            expert_keys: name components that mark stacked experts; "auto" finds them.
+            split: how to split tensors into matrices. "auto" finds the splits; a mapping from name
+                patterns adds to what "auto" finds; None keeps every tensor whole.
+            convolutions: True gives convolutions to Muon too, as matrices (first dimension, the
+                rest).
             is_muon_func, adamw_keys, decay_vectors: see `get_default_muon_param_groups`.
             options: further arguments of `Muon`, such as ``process_group``.
 
         Raises:
-            ValueError: no model; one that FSDP1 has flattened; whatever `Muon` raises.
+            ValueError: ``model`` is not a module, or FSDP1 has flattened its parameters; or
+                anything that `Muon` raises.
 
         Example:
             >>> optim = Muon.for_model(model, lr=2e-3, adamw_lr=4e-3, weight_decay=0.1)
@@ -236,7 +239,14 @@ class Muon(Stateful):
         self._store.recheck()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, after checking all of it; raises ValueError if anything is wrong."""
+        """Adds a parameter group, after checking all of it.
+
+        Args:
+            param_group: a dict like those in ``params`` of the constructor.
+
+        Raises:
+            ValueError: the group is invalid; nothing was added.
+        """
         where = f"param_groups[{len(self.param_groups)}]"
         group = validation.normalize_group(param_group, where)
         validation.check_keys(group, self._defaults_of(group), where)
@@ -284,7 +294,7 @@ class Muon(Stateful):
 
     @property
     def process_group(self) -> Any:
-        """The process group of replicated parameters; set it again after unpickling."""
+        """Process group of the replicated parameters, or None; set it again after unpickling."""
         replicas = self._settings.replicas
         return None if replicas is None else replicas.group
 
@@ -304,26 +314,28 @@ class Muon(Stateful):
     ) -> Any:
         """Updates all parameters once.
 
+        With `torch.amp.GradScaler`, ranks that step together also skip a step together. Where the
+        scaler's own check does not reach all of these ranks, the scaler calls every step. The step
+        then unscales the gradients in place, unless the caller already has, and changes nothing if
+        any rank found Inf or NaN.
+
         Args:
             closure: re-evaluates the model and returns the loss.
-            qk_logits: for QK-Clip, by layer (its number, or the FQN of its attention): the largest
-                attention logit of each query head in this step's forward, (heads,), or of each
-                entry of ``q_indices``, on any device. The maximum over ranks that share the weights
-                counts; None if this rank has seen nothing of a layer. Without ``qk_logits`` the
-                step takes what `set_qk_logits` was given, else what `qk_recorder` has recorded.
+            qk_logits: for QK-Clip: maps each layer (its number, or the fully qualified name of its
+                attention module) to the largest attention logit of each query head in this step's
+                forward, (heads,), or of each entry of ``q_indices``, on the CPU or the weights'
+                device; or to None if this rank computed no attention of the layer. The maximum over
+                the ranks that share the weights counts. Without ``qk_logits``, the step uses the
+                logits given to `set_qk_logits`, or else those that `qk_recorder` recorded.
 
         Returns:
-            What the closure returned, or None.
-
-        Under a `torch.amp.GradScaler`, ranks that step together skip a step together. Where the
-        scaler's own check does not reach all of them, it calls every step, which then unscales
-        gradients in place, unless the caller has, and does nothing if a rank found Inf or NaN.
+            The return value of the closure, or None.
 
         Raises:
-            ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
+            ValueError: invalid gradients, hyperparameters or logits. No parameter and no state was
                 changed.
-            RuntimeError: this step or an earlier one failed when this rank or another might already
-                have written: load a checkpoint before you go on, or call `accept_partial_step`.
+            RuntimeError: this step or an earlier one failed after some rank may have written. Load
+                a checkpoint, or call `accept_partial_step`.
         """
         loss = None
         with Scaling(self) as scaling:
@@ -505,13 +517,13 @@ class Muon(Stateful):
         return survey_groups(groups, self._settings, self._survey)
 
     def summary(self, schedule: bool = False) -> Summary:
-        """Says what a step does with every parameter: ``print(optim.summary())``.
+        """Shows what a step does with every parameter: ``print(optim.summary())``.
 
-        It is made from the plan of a step in which all trainable parameters have a gradient,
-        without talking to other ranks. `Summary.rows` and `Summary.totals` are plain data.
+        It reads the plan of a step in which every trainable parameter has a gradient, and does not
+        communicate with other ranks. `Summary.rows` and `Summary.totals` are plain data.
 
         Args:
-            schedule: also list the events of this rank's last step, in order.
+            schedule: True also lists the events of this rank's last step, in order.
         """
         groups = self._read_groups()
         # The survey is not kept, as other ranks may not call this.
@@ -528,15 +540,14 @@ class Muon(Stateful):
 
     @through_wrappers
     def audit(self, keep: int = 100) -> Audit:
-        """Starts an audit, which watches steps to the end of its context, or until its ``stop()``.
+        """Starts an audit, which watches steps until its context ends or its ``stop()`` is called.
 
-        Call its ``report()`` on all ranks, and print what that returns: first what is wrong, then
-        what steps did to each parameter (docs/audit.md). Steps give the same bits as without an
-        audit. A new audit stops the one before it.
+        Call its ``report()`` on all ranks and print the result: first what is wrong, then what the
+        steps did to each parameter (docs/checks.md). Steps are bit-identical with and without an
+        audit. A new audit stops the previous one.
 
         Args:
-            keep: how many of the last steps to keep. Each keeps one polar factor in the memory of
-                the device.
+            keep: how many of the last steps to keep. Each keeps one polar factor in device memory.
 
         >>> with optimizer.audit() as audit:
         ...     for batch in batches:
@@ -551,22 +562,22 @@ class Muon(Stateful):
         return self._audit
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
+        """Numbers about the last audited step, for any logger; empty without an `audit`.
 
-        They are this rank's share; docs/audit.md lists the keys. The host waits for the device, but
-        for no other rank.
+        They cover this rank's share of the matrices; docs/checks.md lists the keys. The host waits
+        for the device, but not for other ranks.
         """
         return {} if self._audit is None else self._audit.metrics()
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
-        """Sets ``qk_logits`` of the next `step`, for trainers that call it without arguments."""
+        """Sets ``qk_logits`` for the next `step`, for trainers that call it without arguments."""
         self._clip.next_logits = qk_logits
 
     @property
     def qk_recorder(self) -> Any:
-        """The recorder that `step` takes logits from: a `QKLogitRecorder`, or what has ``take()``.
+        """The recorder whose logits `step` uses: a `QKLogitRecorder` or an object with ``take()``.
 
-        Copies and pickles have none.
+        Copied and unpickled optimizers have none.
         """
         return self._clip.recorder
 
@@ -577,13 +588,15 @@ class Muon(Stateful):
         self._clip.recorder = recorder
 
     def qk_clip_stats(self) -> dict[str, Any]:
-        """What QK-Clip saw and did, as plain numbers. Makes the host wait for the device.
+        """What QK-Clip saw and did, as plain numbers; empty without ``clip_config``.
+
+        The host waits for the device. Checkpoints do not contain these numbers.
 
         Returns:
-            For the last step that had logits: ``max_logit``, ``heads`` (how many logits), of these
-            ``clipped`` and ``nonfinite``, and ``layers``: by layer ``max_logit``, ``clipped``,
-            ``nonfinite`` and ``max_logits``, in which NaN shows as Inf. For all steps: ``steps``
-            (how many had logits), ``total_clipped`` and ``total_nonfinite``. Checkpoints hold none
-            of these. Nothing without ``clip_config``.
+            For the last step with logits: ``max_logit``; ``heads``, the number of logits;
+            ``clipped`` and ``nonfinite``, how many of them were clipped, or were Inf or NaN; and
+            ``layers``, which maps each layer to its ``max_logit``, ``clipped``, ``nonfinite`` and
+            ``max_logits`` (NaN shows as Inf). For all steps: ``steps``, the number of steps with
+            logits; ``total_clipped``; and ``total_nonfinite``.
         """
         return self._clip.stats()

@@ -221,12 +221,16 @@ def recipe_for(
 
 
 def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Arithmetic of the iteration where ``ns_dtype`` is None.
+    """Returns the dtype of the iteration's arithmetic where ``ns_dtype`` is None.
 
-    float64 stays float64. Accelerators take float16, which is as fast as bfloat16 and eight times
-    as exact; singular values of at most about 1 fit its range. Of accelerators, only Apple's GPUs
-    take float32. CPUs take bfloat16 if they have instructions for its products, else float32: on
-    CPUs float16 is far slower.
+    float64 matrices use float64. Accelerators use float16, which is as fast as bfloat16 and eight
+    times as accurate (the singular values, at most about 1, fit its range), except Apple's GPUs,
+    which use float32. CPUs use bfloat16 if they have instructions for its products, otherwise
+    float32; float16 is far slower there.
+
+    Args:
+        matrix_dtype: dtype of the matrices.
+        device: where they are orthogonalized.
     """
     if matrix_dtype == torch.float64:
         return torch.float64

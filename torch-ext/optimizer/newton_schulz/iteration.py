@@ -42,35 +42,36 @@ def newton_schulz(
     scratch: Optional[Scratch] = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Approximate polar factor U of every matrix of ``G``: if G = PΣQᵀ, then U ≈ PQᵀ.
+    """Approximates the polar factor U of every matrix in ``G``: if G = PΣQᵀ, then U ≈ PQᵀ.
 
     Args:
         G: matrices (..., rows, cols), real floating point; leading dimensions are a batch.
-        steps: number of iterations; None takes the number that the coefficients were made for, 5
-            for a triple.
-        coefficients: a family of `FAMILIES`, one (a, b, c) for all iterations, or a list with one
-            for each iteration.
-        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``, which takes the faster one for the
+        steps: number of iterations. None uses the number that the coefficients were made for, or 5
+            for one (a, b, c).
+        coefficients: the name of a published family (see ``ns_coefficients`` in docs/options.md),
+            one (a, b, c) for all iterations, or a list with one for each iteration.
+        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``, which picks the faster one for the
             shape.
-        dtype: arithmetic of the iteration; None picks by device (`default_dtype`).
-        eps: added to the norm of the matrix after its largest magnitude was scaled to 1, so that
-            it acts alike on a matrix and on 1e-30 times that matrix.
-        eps_absolute: added to the norm of the matrix itself, as most other Muons have it.
-        norm_factor: what the norm is multiplied with; None takes the family's.
-        equilibrate: first scale rows to the root mean square of their norms, see `equilibrate`.
-        renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)), that of a polar factor.
-        scratch: buffers to work in; with them ``G`` may be overwritten, and U lies in ``G`` or in
-            one of them. Without them ``G`` is not modified and U is new.
-        batch_invariant: orthogonalize one matrix at a time, so that no bit of a result depends on
-            the other matrices in ``G``. Libraries pick kernels by the size of a batch, so with
-            several threads their sums would differ in the last bits.
+        dtype: dtype of the iteration's arithmetic; None uses `default_dtype`.
+        eps: added to the norm after the matrix was scaled to a largest magnitude of 1, so it has
+            the same effect on a matrix and on 1e-30 times that matrix.
+        eps_absolute: added to the norm of the unscaled matrix, as in most other Muons.
+        norm_factor: multiplies the norm; None uses the family's factor.
+        equilibrate: True first scales each row to the root mean square of the rows' norms.
+        renormalize: True scales U to the Frobenius norm sqrt(min(rows, cols)), that of a polar
+            factor.
+        scratch: buffers to work in. With them, ``G`` may be overwritten, and U lies in ``G`` or in
+            one of them; without them, ``G`` is unchanged and U is new.
+        batch_invariant: True orthogonalizes one matrix at a time, so that no bit of its result
+            depends on the other matrices in ``G``. Libraries pick kernels by batch size, which can
+            change the last bits.
 
     Returns:
-        U (..., rows, cols) in the arithmetic dtype. Zero matrices give zeros, matrices with Inf or
-        NaN give NaN, empty ones stay empty.
+        U (..., rows, cols), in the dtype of the arithmetic. Zero matrices give zeros, matrices with
+        Inf or NaN give NaN, and empty matrices stay empty.
 
     Raises:
-        ValueError: fewer than two dimensions, complex or integer input, unknown options.
+        ValueError: fewer than two dimensions, complex or integer input, or unknown options.
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise ValueError(
