@@ -249,4 +249,4 @@ def _published() -> bytes:
 
 
 def _missing(recipe: str, part: str, model: nn.Module) -> ValueError:
-    return ValueError(f"recipes.{recipe} needs {part}, which this {type(model).__name__} does not have")
+    return ValueError(f"recipes.{recipe} needs {part}, missing in this {type(model).__name__}")
