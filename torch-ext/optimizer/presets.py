@@ -73,7 +73,7 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
             ``"spectral_unclamped"`` is called ``"spectral"`` in this package.
 
     Raises:
-        ValueError: unknown ``adjust_lr_fn``.
+        ValueError: if ``adjust_lr_fn`` is unknown.
     """
     source, muon_keys = "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS]
     _check_arguments(arguments, source, muon_keys)
@@ -95,7 +95,7 @@ _TORCH_DEFAULTS = {
 
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """torch's arguments as those of `Muon`."""
+    """Translates torch's arguments to those of `Muon`."""
     renamed = {"eps": "ns_eps", "adjust_lr_fn": "adjust_lr"}
     translated = {renamed.get(key, key): value for key, value in arguments.items()}
     if "adjust_lr_fn" in arguments:
@@ -147,7 +147,10 @@ def keller_jordan(
             continue
         group = validation.normalize_group(group, f"param_groups[{number}]")
         if any(p.ndim == 4 and p.shape[-2] > p.shape[-1] for p in group["params"]):
-            raise ValueError("keller_jordan has no scale for a kernel higher than wide")
+            raise ValueError(
+                f"param_groups[{number}] has a kernel higher than wide, whose scale in Keller "
+                "Jordan's Muon has no counterpart: train it with AdamW"
+            )
         groups.append(_subset(group, lambda p: p.ndim != 4))
         convolutions = _subset(group, lambda p: p.ndim == 4)
         if convolutions["params"]:
@@ -257,19 +260,17 @@ def dion(
         algorithm = group.pop("algorithm", "muon" if group["use_muon"] else "adamw")
         _check_choice(f"{where}: algorithm", algorithm, ("muon", "adamw"))
         if algorithm == "muon" and not group["use_muon"]:
-            raise ValueError(f"{where} has algorithm='muon' and use_muon=False; give one of them")
-        own = {key: group.pop(key, default) for key, default in defaults.items()}
-        _check_choice(f"{where}: adjust_lr", own["adjust_lr"], _DION_SCALES)
-        group.update(momentum=own["mu"], cautious=own["cautious_wd"])
-        group.update(adamw_betas=(own["beta1"], own["beta2"]), adamw_eps=own["epsilon"])
-        group.update(adjust_lr=_DION_SCALES[own["adjust_lr"]], ns_eps_absolute=own["epsilon"])
+            raise ValueError(f"{where} has algorithm='muon' and use_muon=False: set one of them")
+        values = {key: group.pop(key, default) for key, default in defaults.items()}
+        _check_choice(f"{where}: adjust_lr", values["adjust_lr"], _DION_SCALES)
+        group.update(momentum=values["mu"], cautious=values["cautious_wd"])
+        group.update(adamw_betas=(values["beta1"], values["beta2"]), adamw_eps=values["epsilon"])
+        group.update(adjust_lr=_DION_SCALES[values["adjust_lr"]], ns_eps_absolute=values["epsilon"])
         group["use_muon"] = algorithm == "muon"
         if algorithm == "muon":
-            group["split"] = _dion_split(own["num_heads"], own["split_sizes"], where)
-        elif own["cautious_wd"] and group.get("weight_decay", weight_decay):
-            raise ValueError(
-                f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
-            )
+            group["split"] = _dion_split(values["num_heads"], values["split_sizes"], where)
+        elif values["cautious_wd"] and group.get("weight_decay", weight_decay):
+            raise ValueError(f"{where}: AdamW has no cautious decay here: set cautious_wd=False")
     given = dict(lr=lr, weight_decay=weight_decay, nesterov=nesterov, flatten=flatten)
     if distributed_mesh is not None and not hasattr(distributed_mesh, "mesh"):
         given["process_group"] = distributed_mesh
@@ -281,11 +282,11 @@ _DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None
 
 
 def _dion_split(heads: Any, sizes: Any, where: str) -> Any:
-    """The ``split`` of dion's ``num_heads``, each with as many rows, or of its ``split_sizes``."""
+    """Returns the ``split`` for dion's ``num_heads``, heads of equal rows, or ``split_sizes``."""
     if heads is None:
         return sizes
     if sizes is not None:
-        raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
+        raise ValueError(f"{where} has num_heads and split_sizes: set one of them")
     if not is_int(heads) or heads < 1:
         raise ValueError(f"{where}: num_heads must be an int ≥ 1, found {heads!r}")
     return f"([num_heads={heads}] rows) cols"
@@ -374,9 +375,9 @@ def emerging_optimizers(
     return {"params": groups, **how}
 
 
-# By Emerging-Optimizers' scale, ``adjust_lr``; that of "spectral" is ``extra_scale_factor``.
+# Emerging-Optimizers' scale → ``adjust_lr``; for "spectral" it is ``extra_scale_factor``.
 _EMERGING_SCALES = {"shape_scaling": "original", "unit_rms_norm": "spectral"}
-# By Emerging-Optimizers' coefficients: the family that has them, or the triples.
+# Emerging-Optimizers' coefficients → the family that has them, or the triples.
 _EMERGING_COEFFICIENTS: dict[str, Any] = {
     "simple": "quintic",
     "quintic": "you",
@@ -395,10 +396,10 @@ _EMERGING_COEFFICIENTS: dict[str, Any] = {
 
 
 def _emerging_triples(coefficient_type: str, steps: int) -> Any:
-    """The ``ns_coefficients`` of Emerging-Optimizers: a family's name, or a triple for each step.
+    """Returns ``ns_coefficients``: a family's name, or one triple per iteration.
 
-    Lists that are too short go on with their last triple, as in the source, except those that
-    would turn updates around or diverge.
+    As in the source, lists that are too short repeat their last triple, but not those that would
+    then reverse updates or diverge.
     """
     _check_choice("coefficient_type", coefficient_type, _EMERGING_COEFFICIENTS)
     family = _EMERGING_COEFFICIENTS[coefficient_type]
@@ -408,7 +409,7 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
     if steps > len(triples) and coefficient_type in ("quintic", "cubic5", "cans"):
         raise ValueError(
             f"num_ns_steps={steps} would repeat coefficients of {coefficient_type!r}, which can "
-            f"turn updates around or make them infinite: at most {len(triples)}"
+            f"reverse updates or make them infinite: use at most {len(triples)}"
         )
     return triples[:steps] + triples[-1:] * (steps - len(triples))
 
@@ -443,14 +444,15 @@ class MuonAdamW(Muon):
         for key in ("beta2", *_NANOCHAT_KEYS, *fixed):
             if key in options:
                 raise ValueError(
-                    f"{key} is nanochat's, or a group's: {type(self).__name__} takes none"
+                    f"{type(self).__name__} does not accept {key}, which nanochat fixes or sets in "
+                    "groups: leave it out"
                 )
         super().__init__(param_groups, **fixed, **options)
 
     @classmethod
     def for_model(cls, *_: Any, **__: Any) -> MuonAdamW:
         raise TypeError(
-            f"{cls.__name__} takes nanochat's groups: recipes.nanochat(model) makes them"
+            f"{cls.__name__} needs nanochat's groups: recipes.nanochat(model) makes them"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -473,7 +475,7 @@ class MuonAdamW(Muon):
         return super()._translate({**group, **options})
 
 
-# nanochat's formulas as options; the input of the iteration is divided by factor·norm + eps.
+# nanochat's formulas as options. It divides the input of the iteration by factor·norm + eps.
 _NANOCHAT: dict[str, Any] = {
     "ns_coefficients": "polar_express",
     "momentum_style": "ema",
@@ -492,7 +494,7 @@ _NANOCHAT_VERSIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-# What nanochat calls options of AdamW's groups.
+# nanochat's names of options of AdamW's groups.
 _NANOCHAT_KEYS = {"adamw_betas": "betas", "adamw_eps": "eps"}
 
 
@@ -522,7 +524,10 @@ class DistMuonAdamW(MuonAdamW):
 def _muon_groups(
     params: Params, source: str, muon_keys: Collection[str], adamw_keys: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group."""
+    """Copies groups, with ``use_muon=True`` by default; puts tensors or pairs into one Muon group.
+
+    Raises ValueError for unknown keys.
+    """
     params = _as_list(params)
     if not params:
         raise ValueError(f"{source} got an empty parameter list")
@@ -549,7 +554,7 @@ def _check_arguments(names: Iterable[str], source: str, valid: Collection[str]) 
             raise ValueError(f"{source} has no argument {name!r}{_instead(name, valid)}")
 
 
-# Keys that say what a group holds, which all sources' groups may have.
+# Keys for the contents of a group, which groups of all sources may have.
 _CONTENTS = ("params", "names", "param_names", "use_muon", "expert_keys")
 
 
@@ -557,14 +562,14 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
     for key in set(group) - {*_CONTENTS, *valid}:
         instead = _instead(key, sorted(valid))
         raise ValueError(
-            f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
-            f"has not{instead}. Set further options of this package, and keys of your own, on the "
-            "groups that the preset returns"
+            f"param_groups[{number}] has {key!r}, which is no key of such a group of {source}"
+            f"{instead}. Set further options of this package, and keys of your own, on the groups "
+            "that the preset returns"
         )
 
 
 def _instead(word: str, valid: Collection[str]) -> str:
-    """What may be meant by a word that means nothing, and all words that mean something."""
+    """Suggests a replacement for an unknown word, and lists the valid ones."""
     instead = suggestion(word, valid)
     return f"{f' ({instead})' if instead else ''}; it has {', '.join(valid)}"
 
@@ -576,7 +581,7 @@ def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def _subset(group: Mapping[str, Any], condition: Callable[[Tensor], bool]) -> dict[str, Any]:
-    """The group with only the parameters that meet a condition, and their names."""
+    """Returns the group with only the parameters that meet a condition, and their names."""
     chosen = list(map(condition, group["params"]))
     keys = group.keys() & {"params", "names", "param_names"}
     return {**group, **{key: list(itertools.compress(group[key], chosen)) for key in keys}}
