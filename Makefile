@@ -33,6 +33,9 @@ SLOW ?=
 # BENCHMARKS: which scripts; ARGS go to each of them.
 BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py offload.py)
 
+# RESULTS: anything makes each script of `make bench` write its tables to benchmarks/results, too.
+RESULTS ?=
+
 .DEFAULT_GOAL := help
 .PHONY: help has-packages build train test test-clients lint format bench gpu clean
 
@@ -44,7 +47,8 @@ help:
 	@echo "make test-clients   train with transformers, accelerate, Lightning, torchtitan (installs them)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
-	@echo "make bench   time steps and orthogonalization, and show its accuracy (BENCHMARKS=script, ARGS=options)"
+	@echo "make bench   time steps and orthogonalization, and show its accuracy (BENCHMARKS=script, ARGS=options;"
+	@echo "             RESULTS=1: write benchmarks/results/<script>.md, too)"
 	@echo "make gpu     prove on GPUs what CPUs cannot, in ten minutes, and write runs/gpu/report.md (HERE=1: with the"
 	@echo "             Python, torch and packages that are there; ARGS=--full, --fake, \"--seconds 420\")"
 	@echo "make clean   remove outputs and caches (not the environment)"
@@ -128,7 +132,10 @@ format: $(INSTALLED)
 
 bench: build
 	@for script in $(BENCHMARKS); do \
-		LOCAL_KERNELS="org/optimizer=$(CURDIR)" $(PY) $$script $(ARGS) || exit 1; \
+		results=$(if $(RESULTS),benchmarks/results/$$(basename $$script .py).md); \
+		if [ -n "$$results" ]; then rm -f "$$results"; fi; \
+		LOCAL_KERNELS="org/optimizer=$(CURDIR)" BENCHMARK_RESULTS="$$results" \
+			$(PY) $$script $(ARGS) || exit 1; \
 	done
 
 gpu: build

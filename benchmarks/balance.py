@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 from kernels import get_kernel
-from rich.console import Console
-from rich.table import Table
+
+from timing import show
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from planner.architectures import MODELS, weights_of
@@ -255,23 +255,6 @@ def rows_of(model: str, arguments: argparse.Namespace) -> Iterator[list[str]]:
                     yield [name, f"{ranks}", dtype, f"{size}", *row_of(entries, size)]
 
 
-def print_table(arguments: argparse.Namespace) -> None:
-    table = Table()
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == COLUMNS[0] else "right")
-    for model in arguments.models:
-        for row in rows_of(model, arguments):
-            table.add_row(*row)
-    Console(width=160).print(table)
-
-
-def print_markdown(arguments: argparse.Namespace) -> None:
-    print(f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1), sep="\n")
-    for model in arguments.models:
-        for row in rows_of(model, arguments):
-            print(f"| {' | '.join(row)} |", flush=True)
-
-
 def row_of(entries: Sequence[Any], chunk_size: int) -> list[str]:
     start = time.process_time()
     plan = planning.Planner(entries, rank=0, chunk_size=chunk_size).plan()
@@ -300,7 +283,8 @@ def main() -> None:
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[-1])
     parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
     arguments = parser.parse_args()
-    (print_markdown if arguments.markdown else print_table)(arguments)
+    rows = [row for model in arguments.models for row in rows_of(model, arguments)]
+    show("How evenly plans share work", COLUMNS, rows, markdown=arguments.markdown)
 
 
 if __name__ == "__main__":

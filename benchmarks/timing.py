@@ -7,11 +7,15 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,10 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 # The variable that names a file, to which `show` appends every table as one line of JSON.
 TABLES = "BENCHMARK_TABLES"
+
+# The variable that names a Markdown file, to which `show` appends every table, under a head with
+# command and machine. `make bench RESULTS=1` writes benchmarks/results/<script>.md with it.
+RESULTS = "BENCHMARK_RESULTS"
 
 # Arithmetics of the iteration that benchmarks of steps take by name, in place of the default's.
 NS_DTYPES = ("bfloat16", "float16", "float32")
@@ -235,16 +243,13 @@ def show(
 ) -> None:
     """Prints a table, whose first ``left`` columns are words and all others numbers.
 
-    The table is data, too, where `TABLES` names a file.
+    The files that `TABLES` and `RESULTS` name get the table, too.
     """
     record(title, columns, rows)
+    if path := os.environ.get(RESULTS):
+        append_result(Path(path), markdown_of(f"**{title}**", columns, rows, left))
     if markdown:
-        header = " | ".join(columns).replace("\n", " ")
-        print(f"{title}\n\n| {header} |")
-        print("|" + "---|" * left + "---:|" * (len(columns) - left))
-        for row in rows:
-            print(f"| {' | '.join(row)} |")
-        print()
+        print(markdown_of(title, columns, rows, left))
         return
     printed = Table(title=title)
     for number, column in enumerate(columns):
@@ -253,6 +258,40 @@ def show(
     for row in rows:
         printed.add_row(*row)
     Console(width=width).print(printed)
+
+
+def markdown_of(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int
+) -> str:
+    header = f"| {' | '.join(columns)} |".replace("\n", " ")
+    rule = "|" + "---|" * left + "---:|" * (len(columns) - left)
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([title, "", header, rule, *lines, ""])
+
+
+def append_result(path: Path, table: str) -> None:
+    """Appends a table to a file of results, under the head of the command that runs."""
+    script = Path(sys.argv[0])
+    command = shlex.join(["python", f"benchmarks/{script.name}", *sys.argv[1:]])
+    text = path.read_text(encoding="utf-8") if path.exists() else f"# {script.stem}\n"
+    fence = f"```sh\n{command}\n```\n"
+    if fence not in text:  # a script's ranks append to what its first process has begun
+        text += f"\n{fence}\n{time.strftime('%Y-%m-%d')}, commit {_commit()}, {_versions()}.\n"
+    path.write_text(f"{text}\n{table}", encoding="utf-8")
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _versions() -> str:
+    """The machine, and the Triton that compiles or interprets the kernels."""
+    try:
+        return f"{machine(pick_device())}, Triton {version('triton')}"
+    except PackageNotFoundError:
+        return f"{machine(pick_device())}, no Triton"
 
 
 def record(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -86,8 +86,8 @@ class Finding(NamedTuple):
 
 
 # Of tiles twice as wide, shared memory feeds all of the tensor cores, of square ones four fifths
-# (docs/performance.md). Descriptors free the registers that pointers take: with three stages two
-# programs fit a processor, and one multiplies while the other stores.
+# (benchmarks/results/h200.md). Descriptors free the registers that pointers take: with three
+# stages two programs fit a processor, and one multiplies while the other stores.
 HOPPER = ("sm_90", "sm_100", "sm_103")
 WIDE_OR_IN_BULK = [
     dict(block=128, block_k=64, num_warps=8, num_stages=3, width=2),

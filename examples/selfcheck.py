@@ -7,7 +7,7 @@
 
 The model is the example's; that of a Hugging Face config.json, made small, which takes transformers
 and is sharded and grouped as `describe` advises; or what a Python file's `model_fn()` and
-`layout_fn(model)` make. docs/selfcheck.md says what is compared.
+`layout_fn(model)` make. docs/checks.md says what is compared.
 """
 
 from __future__ import annotations

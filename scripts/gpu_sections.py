@@ -186,7 +186,7 @@ SECTIONS = [
     ),
     Section(
         "accuracy",
-        "errors of orthogonalization by the kernels themselves, as in docs/accuracy.md",
+        "errors of orthogonalization by the kernels themselves, and their bounds",
         170,
         [
             Command(

@@ -63,7 +63,7 @@ def llama_8b(layers: int = 32) -> Shapes:
 
 
 def experts_30b() -> Shapes:
-    """Of the sizes of Qwen3-30B-A3B: 128 experts a layer, of which each of 8 ranks has 16."""
+    """Shapes of Qwen3-30B-A3B: 128 experts a layer, 16 on each of 8 ranks."""
     shapes: Shapes = {f"{name}_proj.weight": (512, 2048) for name in ("k", "v")}
     shapes |= {"q_proj.weight": (4096, 2048), "o_proj.weight": (2048, 4096)}
     shapes |= {"q_norm.weight": (128,), "k_norm.weight": (128,), "gate.weight": (128, 2048)}

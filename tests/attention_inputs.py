@@ -91,7 +91,7 @@ def of_growing_keys(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def of_lengths(dtype: torch.dtype) -> Iterator[Case]:
-    """Of queries and keys, which are aligned at their start."""
+    """Yields queries and keys of different lengths, aligned at their start."""
     for Tq, Tk in LENGTHS:
         inputs = inputs_of("MLA", dtype, B=1, Tq=Tq, Tk=Tk, D=70, R=20)
         ids = (documents(1, Tq), documents(1, Tk)[0].to(torch.uint8))

@@ -94,7 +94,7 @@ def contents(optim: Any, params: Sequence[torch.Tensor] | None = None) -> tuple[
 
 
 def copied(value: Any) -> Any:
-    """Of a tensor what this rank holds."""
+    """Clones this rank's part of a tensor; returns anything else as it is."""
     return local(value).clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -146,7 +146,7 @@ class Run:
         return {**dict(names), **state}
 
     def copy(self) -> dict[str, Any]:
-        """Of `held`, and the hyperparameters."""
+        """Copies what `held` returns, and the hyperparameters."""
         return {
             "held": {name: local(t).clone() for name, t in self.held().items()},
             "groups": hyperparameters(self.optim),

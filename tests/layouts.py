@@ -137,7 +137,7 @@ def step_placed(cases: Iterable[tuple[str, Sequence[Group], Mapping[str, Any]]])
 
 @functools.cache
 def mesh_over(world: dist.ProcessGroup | None, sizes: tuple[int, ...]) -> DeviceMesh:
-    """Of all ranks; for the same process group and sizes the same one."""
+    """Makes one mesh of all ranks for each process group and sizes."""
     return init_device_mesh(DEVICE, sizes)
 
 

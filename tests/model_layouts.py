@@ -86,7 +86,7 @@ class Layout:
 
 @functools.cache
 def mesh_of(**sizes: int) -> DeviceMesh:
-    """Of all ranks, by names of its dimensions."""
+    """Makes a mesh of all ranks from the names and sizes of its dimensions."""
     return init_device_mesh(DEVICE, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

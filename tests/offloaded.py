@@ -32,7 +32,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def group(
     shapes: Shapes = REST, stem: str = "", dtype: Any = FP32, memory: str = "", **options: Any
 ) -> Any:
-    """Of random parameters: Muon's if they have names, whose stem is given."""
+    """Makes a group of random parameters; Muon trains them if a stem for names is given."""
     generator = torch.Generator().manual_seed(len(shapes))
     lay = MEMORY[memory or "contiguous"]
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -140,13 +140,13 @@ class Pair:
         return backend
 
     def change(self, number: int, **options: Any) -> None:
-        """Of both optimizers' groups of a number."""
+        """Changes options in the group of that number in both optimizers."""
         for optim in (self.ours, self.twin):
             optim.param_groups[number].update(options)
 
 
 def tensors_of(optim: Any) -> list[torch.Tensor]:
-    """Of the state, without step counts."""
+    """Returns the tensors of the state, without step counts."""
     return [t for own in optim.state.values() for key, t in own.items() if key != "step"]
 
 

@@ -75,7 +75,7 @@ class RankPool:
         return values_of(outcomes, self.ranks)
 
     def _receive(self) -> dict[int, Outcome]:
-        """Of all ranks, or after a failure of those that answer soon: others may wait for it."""
+        """Receives from all ranks; after a failure, only from ranks that answer soon."""
         outcomes: dict[int, Outcome] = {}
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         while pending:
@@ -88,7 +88,7 @@ class RankPool:
         return outcomes
 
     def _stop(self) -> None:
-        """Of ranks that wait for each other: one that raises ends them all."""
+        """Kills all ranks, since the others may wait for one that raised."""
         assert self._thread is not None
         for pid in self._pids:
             os.kill(pid, signal.SIGKILL)

@@ -266,7 +266,7 @@ def _owners_of_each(e: Any, ranks: int) -> int:
 
 
 def _alignment(lane: Any) -> int:
-    """Of parts and shares, in elements: 64 bytes."""
+    """Returns the alignment of parts and shares, 64 bytes, in elements."""
     return 64 // lane.wire.itemsize
 
 

@@ -288,7 +288,7 @@ def qk_garbage() -> st.SearchStrategy[Any]:
 
 
 def clip_garbage() -> st.SearchStrategy[Any]:
-    """Of queries with two heads and keys with one, of two rows each."""
+    """Draws `clip_config`s for two query heads and one key head, with two rows each."""
     heads = st.one_of(st.lists(st.integers(-1, 3), max_size=3), st.just(range(2)), garbage())
     rows = st.dictionaries(st.sampled_from(["wq", "x", "wqkv"]), garbage(), max_size=2)
     known = {

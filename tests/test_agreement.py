@@ -301,7 +301,7 @@ def test_a_rank_connects_with_seven_for_each_eightfold_of_ranks_and_listens_on_o
 
 
 def optimizer_on(sets: Sets) -> Any:
-    """Of a matrix on each mesh that this rank is in."""
+    """Makes an optimizer of one matrix on each mesh that this rank is in."""
     groups = []
     for number, ranks in enumerate(sets):
         mesh = DeviceMesh("cpu", list(ranks))

@@ -179,7 +179,7 @@ def report_of(
     spoil: Callable[[Any, int], None] = lambda model, step: None,
     **options: Any,
 ) -> Any:
-    """Of three steps; ``spoil`` changes the gradients of each."""
+    """Reports on three audited steps, whose gradients ``spoil`` changes."""
     model = model or Blocks()
     optim = muon(model, **options)
     dtype = next(model.parameters()).dtype

@@ -41,7 +41,7 @@ def rows_of(printed: str, first: str) -> list[list[str]]:
 
 
 def output_of(script: str, *options: str, **variables: str) -> str:
-    """Of a process of its own: modules of examples/ and of tests/ share names."""
+    """Runs a script in its own process: modules of examples/ and of tests/ share names."""
     command = [sys.executable, ROOT / "benchmarks" / script, *options, "--markdown"]
     environment = {**os.environ, **variables}
     return subprocess.run(
@@ -79,6 +79,22 @@ def test_a_script_prints_its_table(name, capsys):
     assert f"torch {torch.__version__}" in printed
     if name == "offload" and not torch.accelerator.is_available():
         assert "SIMULATED" in printed
+
+
+def test_a_script_writes_its_tables_with_command_and_machine_where_results_are_wanted(
+    capsys, monkeypatch, tmp_path
+):
+    path = tmp_path / "absent.md"
+    options, rows = SCRIPTS["absent"]
+    monkeypatch.setenv(timing.RESULTS, str(path))
+    monkeypatch.setattr(sys, "argv", ["benchmarks/absent.py", *options.split()])
+    for _ in range(2):  # as ranks do, in processes of their own
+        importlib.import_module("absent").main(options.split())
+    written = path.read_text()
+    assert written.startswith("# absent\n") and "|" not in capsys.readouterr().out
+    assert written.count(f"python benchmarks/absent.py {options}\n") == 1
+    assert timing.machine(CPU) in written and "commit " in written and "Triton" in written
+    assert {first: len(rows_of(written, first)) for first in rows} == dict.fromkeys(rows, 2)
 
 
 class Products(TorchDispatchMode):

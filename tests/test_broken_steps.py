@@ -604,7 +604,7 @@ def attempt(call: Callable[[], Any]) -> Attempt:
 
 
 def shorten_timeouts() -> None:
-    """Of all groups that there are by now; setting up may take longer."""
+    """Shortens the timeouts of all existing groups; only their setup may take longer."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
     for size in range(2, RANKS + 1):  # those over which hosts compare notes are made again

@@ -219,7 +219,7 @@ def load(moves: Sequence[tuple[int, Move]], directory: Path) -> None:
 
 
 def check_moves(moves: Sequence[Move], directory: Path) -> None:
-    """Of one layout that they are saved on."""
+    """Checks moves that are all saved on one layout."""
     ranks, layout = moves[0].saved
     run_ranks(save, ranks, layout, moves, directory, timeout=600)
     for number in LAYOUTS:

@@ -87,7 +87,7 @@ Shapes = list[tuple[int, ...]]
 def cost_of_a_step(
     shapes: Shapes, mesh: tuple[int, ...], dims: tuple[Any, ...], options: Any
 ) -> dict[str, float]:
-    """Of matrices that a mesh's dimensions cut as told; without ``dims`` they are plain."""
+    """Measures a step on matrices sharded along ``dims``; without ``dims`` they are plain."""
     device_mesh, names = init_device_mesh("cpu", mesh), [f"experts.{i}" for i in range(len(shapes))]
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     tensors: list[Any] = [torch.zeros(shape) for shape in shapes]

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkout import ROOT
+from checkout import ROOT, SOURCES
 from kernel import optimizer
 from layouts import set_gradients
 from models import Attention
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")]
+)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"\b(?:src|srcset)=\"([^\"]+)\"")
 PATH = re.compile(r"`((?:benchmarks|docs|examples|scripts|tests|torch-ext)/[\w./-]+)")
@@ -32,7 +34,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 
 def anchors(document: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Returns the anchors that GitHub makes from a document's headings."""
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -53,9 +55,9 @@ def test_links_lead_somewhere(document):
         assert any((ROOT / "tests").rglob(file)), file
 
 
-def test_the_page_of_options_is_made_from_their_declarations():
-    command = [sys.executable, str(ROOT / "scripts" / "options_page.py"), "--check"]
-    subprocess.run(command, check=True)
+@pytest.mark.parametrize("script", ["options_page.py", "api_page.py"])
+def test_generated_pages_are_up_to_date(script):
+    subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], check=True)
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -81,6 +83,48 @@ def test_commands_exist_with_their_options(what):
         return
     shown = subprocess.run([sys.executable, ROOT / what, "--help"], capture_output=True, text=True)
     assert commands()[what] <= set(re.findall(r"--[a-z-]+", shown.stdout)), shown.stderr
+
+
+# -- error messages --------------------------------------------------------------------------------
+
+# Messages of the loader and the Hub's client.
+OF_OTHERS = {
+    *("ConnectError", "RepositoryNotFoundError", "could not verify publisher trust status"),
+    "Cannot find a build variant for this system in",
+}
+
+
+def messages_of(source: Path) -> list[str]:
+    """Literals of a file except docstrings, with … in place of an f-string's expressions."""
+    nodes = list(ast.walk(ast.parse(source.read_text())))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = []
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            parts = [v.value if isinstance(v, ast.Constant) else "…" for v in node.values]
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+            parts = [node.value]
+        else:
+            continue
+        texts.append(" ".join("".join(map(str, parts)).split()))
+    return texts
+
+
+def quoted_messages() -> list[str]:
+    """From the tables of docs/reliability.md whose first column is headed "message"."""
+    _, _, page = (ROOT / "docs" / "reliability.md").read_text().partition("## Error messages")
+    tables = re.findall(r"^\| message \|.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+    return [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_messages_that_the_page_quotes_are_in_the_sources():
+    texts = [text for source in SOURCES for text in messages_of(source)]
+    quotes = quoted_messages()
+    assert len(quotes) > 40
+    for quote in {*quotes} - OF_OTHERS:
+        pieces = re.compile(".*".join(re.escape(piece.strip()) for piece in quote.split("…")))
+        assert any(pieces.search(text) for text in texts), quote
 
 
 # -- code ------------------------------------------------------------------------------------------
@@ -151,7 +195,7 @@ BLOCKS = [
 @pytest.mark.parametrize(("path", "block"), BLOCKS)
 def test_code_of_the_documents_runs(path, block, process_group):
     names = namespace()
-    if path.stem == "audit":
+    if path.stem == "checks":
         names["loss"] = lambda model, batch: model(batch).square().mean()
         names["batches"] = [torch.randn(2, 8, 64)]
     exec(block, names)

@@ -136,8 +136,8 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "vector": (
         lambda: Muon([muon_group((W, parameter(3)))]),
-        "blocks.3.w.weight has shape (3,): Muon orthogonalizes matrices, put it into a group with "
-        "use_muon=False",
+        "blocks.3.w.weight has shape (3,), but Muon orthogonalizes matrices: put it into a group "
+        "with use_muon=False",
     ),
     "three dimensions": (
         lambda: Muon([muon_group((W, parameter(2, 3, 3)))]),
@@ -190,9 +190,9 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "gradients of some ranks": (
         lambda: on_two_ranks(ranks_without_a_gradient),
-        "gradients are missing on some ranks only: blocks.3.w.weight on ranks [1]. Let every rank "
-        'compute one for it, or set missing_grad="zero": absent ones count as zeros then, but of '
-        'replicas only where the step averages them, grad_reduce="mean"',
+        "gradients are missing on some ranks only: blocks.3.w.weight on ranks [1]. Compute these "
+        'gradients on every rank, or set missing_grad="zero", which counts them as zeros (on '
+        'replicas only with grad_reduce="mean")',
     ),
     "grad_reduce alone": (
         lambda: Muon(good_groups(), grad_reduce="mean"),

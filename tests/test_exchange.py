@@ -181,7 +181,7 @@ def test_other_parameters_of_other_ranks_change_nothing():
 
 
 def digests() -> list[list[str]]:
-    """Of all lanes of all ranks, for another process to compare."""
+    """Returns the digests of all lanes of all ranks, for another process to compare."""
     return [
         [lane.digest for lane in (*plan.lanes, *plan.local_lanes)]
         for seed in range(10)
@@ -397,8 +397,8 @@ def replicated(replicas: int, shards: int) -> Any:
 
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 4), (2, 8), (4, 8), (64, 2)])
 def test_auto_compares_the_flops_that_are_saved_with_the_bytes_that_are_sent(replicas, shards):
-    """Of n matrices that divide evenly, a rank saves cost·n·(1 − 1/R)/S FLOPs, and sends to each of
-    R − 1 replicas the updates of n/(R·S) matrices, two bytes an element."""
+    """A rank saves cost·n·(1 − 1/R)/S FLOPs on n matrices that divide evenly. It sends the updates
+    of n/(R·S) matrices, two bytes per element, to each of R − 1 replicas."""
     found = set()
     for side, count in itertools.product((512, 1024, 2048, 4096), (1, 128)):
         shapes = [(side, side)] * count

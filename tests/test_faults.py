@@ -183,7 +183,7 @@ def test_an_option_of_the_optimizer_that_one_rank_has_otherwise_raises_on_all() 
 
 @on_ranks(4, pg_timeout=20)
 def test_ranks_that_lack_different_gradients_of_one_shape_are_told() -> None:
-    """Of matrices of one shape, whose plans are alike but for names, each rank lacks another."""
+    """Each rank lacks another of several equal matrices, whose plans differ only in names."""
     rank = dist.get_rank()
     for dims, names in (((0, 0), "abcd"), ((None, 0), ["a", "same", "same", "b"])):
         weights = [Weight((8, 12), (2, 2), dims)] * 4

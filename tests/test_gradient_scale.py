@@ -32,7 +32,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def movement(optim: torch.optim.Optimizer, factor: float) -> list[torch.Tensor]:
-    """Of each parameter in three steps whose gradients are multiplied by a factor."""
+    """Returns each parameter's change over three steps with gradients times a factor."""
     params = params_of(optim)
     before = [p.detach().clone() for p in params]
     generator = torch.Generator().manual_seed(1)

@@ -187,7 +187,7 @@ def gradients(twins: Twins, averages: bool, feature: Feature, step: int) -> None
 
 
 def backward(model: nn.Module, twins: Twins, averages: bool, parts: int, step: int) -> None:
-    """Of a loss on this rank's part of a batch; the twin takes the mean that comes of it."""
+    """Runs backward on this rank's part of a batch; the twin gets the mean gradient."""
     ranks = dist.get_world_size()
     tokens = torch.randint(0, 50, (parts, 6), generator=torch.Generator(DEVICE).manual_seed(step))
     own = tokens[dist.get_rank() * parts // ranks]
@@ -251,7 +251,7 @@ def pair(layout: str, feature: str) -> None:
 
 
 def pairs() -> list[Any]:
-    """Of each layout two features and of each feature two layouts; or all, but marked slow."""
+    """Pairs layouts with features; pairs beyond the first two of each are marked slow."""
     all_pairs = [
         (name, other)
         for name, layout in LAYOUTS.items()

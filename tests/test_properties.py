@@ -144,7 +144,7 @@ def group_of(values: Any, **options: Any) -> dict[str, Any]:
 
 
 def results(optim: Any) -> list[dict[str, torch.Tensor]]:
-    """Of each parameter itself and its state."""
+    """Returns each parameter and its state."""
     params = params_of(optim)
     return [{"weight": p.detach(), **optim.state[p]} for p in params]
 

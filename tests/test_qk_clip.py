@@ -42,7 +42,7 @@ class Attention:
 
     @property
     def logits(self) -> Tensor:
-        """Of each query head, from below the threshold to above."""
+        """Returns a logit for each query head, from below the threshold to above."""
         return THRESHOLD * torch.linspace(0.5, 3.0, len(self.q[1]), dtype=torch.float64)
 
     def params(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:

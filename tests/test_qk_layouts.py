@@ -128,7 +128,7 @@ CONFIG = {"head_dim": 6, "threshold": THRESHOLD}
 
 
 def plain_pair(mesh: DeviceMesh, dims: Sequence[int] = (0,)) -> tuple[list[nn.Parameter], Any]:
-    """Of ones, and their optimizer."""
+    """Makes a query and a key projection of ones, and their optimizer."""
     shapes, placements = [(24, 16), (12, 16)], [Shard(dim) for dim in dims]
     params = [nn.Parameter(part(torch.ones(shape), mesh, placements)) for shape in shapes]
     for p in params:

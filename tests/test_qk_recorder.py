@@ -118,7 +118,7 @@ class Model(nn.Module):
             attention.keeps = keeps
 
     def expected(self, mask: Any = "causal") -> dict[str, Tensor]:
-        """Of the calls since the last time that this was asked."""
+        """Returns the maxima of the calls since the last time it was called."""
         found = {name: reference(of.calls, mask) for name, of in zip(NAMES, self.attentions)}
         for attention in self.attentions:
             attention.calls.clear()

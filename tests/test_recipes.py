@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def module(**parts):
-    """Of layers, given as (rows, columns), and of other modules, parameters and sizes."""
+    """Makes a module of layers, given as (rows, columns), and of other parts."""
     made = nn.Module()
     for name, part in parts.items():
         layer = nn.Linear(part[1], part[0], bias=False) if isinstance(part, tuple) else part

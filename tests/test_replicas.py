@@ -395,7 +395,7 @@ def test_what_one_rank_saved_of_divided_state_is_refused_when_all_have_loaded_it
 @on_both
 @on_ranks(2)
 def test_ranks_whose_rows_of_state_are_alike_by_themselves_step_on(kind: str) -> None:
-    """Of a layer whose outputs are summed up, say."""
+    """Gradients of equal rows occur in a layer whose outputs are summed, for example."""
     optim = muon_of((6, 4), kind=kind)
     (weight,) = params_of(optim)
     for _ in range(2):

@@ -100,7 +100,7 @@ CASES = {
 
 
 def gradients(*shape: int) -> list[torch.Tensor]:
-    """Of three steps."""
+    """Returns the gradients of three steps."""
     return [randn(*shape, seed=step, dtype=torch.float64) for step in range(3)]
 
 

@@ -291,7 +291,7 @@ def test_state_lies_in_memory_as_zeros_like_of_its_parameter(param, use_muon):
 
 @on_ranks(3)
 def test_state_of_a_dtensor_lies_as_zeros_like_of_it():
-    """Of 7 × 5 and 2 × 5 on 3 ranks: uneven, and of nothing on some rank."""
+    """Shapes 7 × 5 and 2 × 5 on 3 ranks give uneven shards, and an empty one on some rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for placement in (Shard(0), Shard(1), Replicate()):
         for shape in ((7, 5), (2, 5)):

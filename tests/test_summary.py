@@ -25,7 +25,7 @@ TOTALS = "flops sent_bytes received_bytes chunks in_flight balance state"
 
 
 def flops(rows: int, cols: int) -> int:
-    """Of one matrix, with five steps of Polar Express."""
+    """Returns the FLOPs of five steps of Polar Express on one matrix."""
     s, long = sorted((rows, cols))
     return 20 * s * s * long + 5 * 2 * s**3
 
@@ -151,7 +151,7 @@ def test_a_long_name_has_a_line_of_its_own():
 
 
 def summary_of(muon: dict[str, tuple], adamw: dict[str, tuple], is_named: bool = True) -> Any:
-    """Of a layer, and of matrices of these names and shapes."""
+    """Summarizes an optimizer of a layer and of matrices with these names and shapes."""
     groups = []
     for use_muon, shapes in ((True, {"l.0.w.weight": (32, 8), **muon}), (False, adamw)):
         params = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}

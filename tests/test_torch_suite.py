@@ -1,8 +1,13 @@
 """What PyTorch's own test/test_optim.py asks of every optimizer, asked of ours, with every option.
 
 That file is not in torch's wheel, but the functions by which it describes an optimizer are
-(`torch.testing._internal.common_optimizers`). docs/reliability.md says which of torch's tests these
-are, and which don't apply. Names in docstrings are those of torch, without ``test_``.
+(`torch.testing._internal.common_optimizers`). Names in docstrings are those of torch, without
+``test_``. Torch's tests that are not here need GPUs (``forloop_goes_right_direction_multigpu``,
+``state_dict_with_cuda_params``, ``fused_cpu_matches_cuda``, ``foreach_large_tensor``,
+``fused_large_tensor``), options that do not exist here (``fused_does_not_step_if_foundinf``,
+``fused_error_on_params_on_meta``, ``differentiable``), L-BFGS
+(``second_order_optims_return_consistent_types``), or replace a function of torch's modules
+(``defaults_changed_to_foreach``).
 """
 
 from __future__ import annotations

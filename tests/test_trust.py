@@ -286,7 +286,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_by_weights_only_loading():
 
 
 def check_refused(place: tuple[Any, ...], value: Any, match: str | None) -> None:
-    """Of a checkpoint with ``value`` in a place of it; None: the value is left out."""
+    """Loads a checkpoint with ``value`` at ``place``; ``match=None`` means that it is ignored."""
     optim = trained()
     before = copy.deepcopy(optim.state_dict())
     saved = copy.deepcopy(before)

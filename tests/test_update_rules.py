@@ -94,7 +94,7 @@ class Run:
             held.update(options)
 
     def errors(self, i):
-        """Of the movement, the momentum and the second moment of parameter i."""
+        """Returns the errors of movement, momentum and second moment of parameter i."""
         p, state, reference = self.params[i], self.optimizer.state[self.params[i]], self.reference
         moved = p.detach().double() - self.initial[i].double()
         errors = [relative_error_of_known(moved, reference.weights[i] - self.initial[i].double())]

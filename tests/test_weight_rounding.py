@@ -187,7 +187,7 @@ def copy_and_load(run: Run) -> None:
 
 
 def train_frozen(run: Run) -> None:
-    """Of weights that are frozen while steps are made, and changed meanwhile."""
+    """Freezes weights while steps are made, and changes them meanwhile."""
     trained = [p for p in run.model.parameters() if p.requires_grad]
     for p in trained[1:]:
         p.requires_grad_(False)

@@ -31,7 +31,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Of a sharded model; to be called on all ranks."""
+    """Gathers the whole weights of a sharded model; call it on all ranks."""
     return {
         name: value.full_tensor().clone() if isinstance(value, DTensor) else value
         for name, value in weights_of(model).items()

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class Muon(Stateful):
-    r"""Muon for matrices (Jordan et al. 2024), AdamW for everything else.
+    r"""Muon for matrices (Jordan et al. 2024), AdamW for all other parameters.
 
     For each matrix W with gradient G, momentum buffer B and learning rate lr::
 
@@ -69,29 +69,30 @@ class Muon(Stateful):
         U ← U / sqrt(running mean of U²)   only with beta2, per row or column, norm preserved
         W ← W·(1 − lr·weight_decay) − lr·scale·U
 
-    where scale is 0.2·sqrt(max(rows, cols)) by default (Liu et al. 2025, arXiv:2502.16982). So a
-    weight decay that was tuned for AdamW fits Muon, too; `describe` prints which multiples of
-    AdamW's learning rate to try. Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does
-    not depend on the scale of gradients.
+    The default scale is 0.2·sqrt(max(rows, cols)) (Liu et al. 2025, arXiv:2502.16982), so a weight
+    decay tuned for AdamW also fits Muon. `describe` prints which multiples of AdamW's learning rate
+    to try. U does not depend on the scale of the gradients unless ``ns_eps_absolute`` or
+    ``ns_equilibrate`` is set.
 
-    `Muon.for_model` makes the groups of a model, too. docs/options.md says what each argument does
-    and may be; defaults suit most trainings. All but those that it lists under "For all groups" may
-    be keys of a group.
+    `Muon.for_model` also makes the parameter groups. docs/options.md describes all arguments; the
+    defaults suit most training runs. Every argument except those it lists under "For all groups"
+    can also be a key of a parameter group.
 
     Args:
-        params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
-            matrices. ``params`` holds tensors, and ``names`` their names in the same order; or
-            ``params`` holds (name, parameter) pairs.
-        lr: learning rate, a number or a tensor of one element; for both algorithms.
-        weight_decay: decoupled, for both.
-        momentum, nesterov: μ, and whether to look ahead along the momentum.
-        adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
-        process_group: the ranks that hold the same plain parameters, a process group or a mesh of
-            one dimension. Sharded parameters, DTensors, say themselves where they lie.
+        params: parameter groups: dicts with ``params`` and with ``use_muon``, True for matrices.
+            ``params`` holds tensors, with their names in ``names`` in the same order, or (name,
+            parameter) pairs.
+        lr: learning rate of both algorithms: a number or a tensor with one element.
+        weight_decay: decoupled weight decay of both algorithms.
+        momentum: μ.
+        nesterov: True orthogonalizes w·G + μB instead of B.
+        adamw_betas, adamw_eps: AdamW's betas and eps, for groups with ``use_muon=False``.
+        process_group: the ranks that hold replicas of plain parameters: a process group or a
+            one-dimensional mesh. DTensors need none: they carry their own mesh and placements.
 
     Raises:
-        ValueError: wrong input; the message names the parameter, and nothing was changed.
-        TypeError: an unknown argument; the message says what to write instead.
+        ValueError: invalid input. The message names the parameter; nothing was changed.
+        TypeError: unknown argument. The message says what to write instead.
 
     Example:
         >>> groups = get_default_muon_param_groups(model)
@@ -160,7 +161,7 @@ class Muon(Stateful):
         self._rounding = Rounding(self._offload)
         self._integrity = integrity.Integrity()
         self._audit = None
-        self._clip = QKClip(None)  # off until all groups are added, which layers may span
+        self._clip = QKClip(None)  # off until all groups are added, since a layer may span groups
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         groups = self._read_groups()
@@ -187,28 +188,30 @@ class Muon(Stateful):
         decay_vectors: bool = True,
         **options: Any,
     ) -> Muon:
-        """Makes the groups of a model, and the optimizer: Muon for matrices, AdamW for the rest.
+        """Makes an optimizer for a model: Muon for matrices, AdamW for all other parameters.
 
-        Stacked experts and tensors that hold several matrices, such as fused projections, are found
-        by the model's modules and names. What can't be told is left to AdamW, with one warning.
-        ``print(optimizer.describe(model, …))`` takes the same arguments, and shows the decisions.
+        Modules and names show which tensors hold stacked experts or several matrices, such as fused
+        projections. Tensors that nothing identifies are left to AdamW, with one warning.
+        ``print(optimizer.describe(model, …))`` takes the same arguments and shows the decisions.
 
         Args:
-            model: the model, after ``fully_shard`` or whatever else replaces its parameters.
+            model: the model, after ``fully_shard`` or anything else that replaces its parameters.
             lr: learning rate of the matrices.
-            adamw_lr: of all else; None takes ``lr``.
-            weight_decay: decoupled, of both.
-            per_head: True updates each head of query, key and value projections by itself; what
-                modules and config don't tell the heads of stays whole, with one warning.
-            expert_keys: components of names that hold stacked experts; "auto" finds them.
-            split: how tensors are split into matrices; "auto" finds it, a mapping from name
-                patterns is added to what is found, and None leaves every tensor whole.
-            convolutions: True gives Muon convolutions, too, read as (first dimension, the rest).
+            adamw_lr: learning rate of all other parameters; None uses ``lr``.
+            weight_decay: decoupled weight decay of both algorithms.
+            per_head: True orthogonalizes each head of query, key and value projections separately.
+                Projections whose head size is unknown stay whole, with one warning.
+            expert_keys: name components that mark stacked experts; "auto" finds them.
+            split: how to split tensors into matrices. "auto" finds the splits; a mapping from name
+                patterns adds to what "auto" finds; None keeps every tensor whole.
+            convolutions: True gives convolutions to Muon too, as matrices (first dimension, the
+                rest).
             is_muon_func, adamw_keys, decay_vectors: see `get_default_muon_param_groups`.
             options: further arguments of `Muon`, such as ``process_group``.
 
         Raises:
-            ValueError: no model; one that FSDP1 has flattened; whatever `Muon` raises.
+            ValueError: ``model`` is not a module, or FSDP1 has flattened its parameters; or
+                anything that `Muon` raises.
 
         Example:
             >>> optim = Muon.for_model(model, lr=2e-3, adamw_lr=4e-3, weight_decay=0.1)
@@ -218,25 +221,32 @@ class Muon(Stateful):
         return cls(groups, lr=lr, weight_decay=weight_decay, split=split, **options)
 
     def _forget_plans(self) -> None:
-        self._survey: Survey = NO_SURVEY  # of the groups as they were when it was made
+        self._survey: Survey = NO_SURVEY  # the latest survey of the groups
         self._agreed: Survey = NO_SURVEY  # the survey that ranks last agreed on
         self._agreement = agreement.Agreement()
-        self._compared = False  # whether replicas have compared their weights and gradients
+        self._compared = False  # True once replicas have compared their weights and gradients
         self._warmed_up: Optional[Plan] = None  # the plan whose kernels were compiled last
-        self._warned = False  # of a step that trains nothing
+        self._warned = False  # True after the warning about a step that trains nothing
         self._warned_of_rows = False
         self._checked: list[dict[str, Any]] = []  # groups at their last check
         self._checked_settings: object = None
-        self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # plan and schedule of the step
+        self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # the last step's, for summary
         self._forget_tensors()
 
     def _forget_tensors(self) -> None:
-        """Drops the views of weights and state that steps reuse, which would keep memory alive."""
+        """Drops cached views of weights and state, which would keep their memory alive."""
         self._bound: Optional[Bound] = None
         self._store.recheck()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, after checking all of it; raises ValueError if anything is wrong."""
+        """Adds a parameter group, after checking all of it.
+
+        Args:
+            param_group: a dict like those in ``params`` of the constructor.
+
+        Raises:
+            ValueError: the group is invalid; nothing was added.
+        """
         where = f"param_groups[{len(self.param_groups)}]"
         group = validation.normalize_group(param_group, where)
         validation.check_keys(group, self._defaults_of(group), where)
@@ -252,8 +262,8 @@ class Muon(Stateful):
             self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
         validation.warn_about_overshoot(group_view)
         names = group.pop("names")
-        # torch wants param_names in all groups or in none. Some groups may have them here, so hide
-        # them from torch.
+        # torch requires param_names in all groups or in none. Here only some groups may have them,
+        # so hide them from torch.
         every_group = (*self.param_groups, group)
         hidden = [each.pop("param_names", None) for each in every_group]
         try:
@@ -265,7 +275,7 @@ class Muon(Stateful):
                     each["param_names"] = param_names
 
     def __repr__(self) -> str:
-        """A line for each group: its algorithm and rates, and what differs from Muon's defaults."""
+        """One line per group: its algorithm, its rates, and options that are not the default."""
         arguments, lines = inspect.signature(Muon).parameters.values(), []
         defaults = {**{p.name: p.default for p in arguments}, **options.NS_DEFAULTS}
         for number, group in enumerate(self.param_groups):
@@ -284,7 +294,7 @@ class Muon(Stateful):
 
     @property
     def process_group(self) -> Any:
-        """The process group of replicated parameters; set it again after unpickling."""
+        """Process group of the replicated parameters, or None; set it again after unpickling."""
         replicas = self._settings.replicas
         return None if replicas is None else replicas.group
 
@@ -304,26 +314,28 @@ class Muon(Stateful):
     ) -> Any:
         """Updates all parameters once.
 
+        With `torch.amp.GradScaler`, ranks that step together also skip a step together. Where the
+        scaler's own check does not reach all of these ranks, the scaler calls every step. The step
+        then unscales the gradients in place, unless the caller already has, and changes nothing if
+        any rank found Inf or NaN.
+
         Args:
             closure: re-evaluates the model and returns the loss.
-            qk_logits: for QK-Clip, by layer (its number, or the FQN of its attention): the largest
-                attention logit of each query head in this step's forward, (heads,), or of each
-                entry of ``q_indices``, on any device. The maximum over ranks that share the weights
-                counts; None if this rank has seen nothing of a layer. Without ``qk_logits`` the
-                step takes what `set_qk_logits` was given, else what `qk_recorder` has recorded.
+            qk_logits: for QK-Clip: maps each layer (its number, or the fully qualified name of its
+                attention module) to the largest attention logit of each query head in this step's
+                forward, (heads,), or of each entry of ``q_indices``, on the CPU or the weights'
+                device; or to None if this rank computed no attention of the layer. The maximum over
+                the ranks that share the weights counts. Without ``qk_logits``, the step uses the
+                logits given to `set_qk_logits`, or else those that `qk_recorder` recorded.
 
         Returns:
-            What the closure returned, or None.
-
-        Under a `torch.amp.GradScaler`, ranks that step together skip a step together. Where the
-        scaler's own check does not reach all of them, it calls every step, which then unscales
-        gradients in place, unless the caller has, and does nothing if a rank found Inf or NaN.
+            The return value of the closure, or None.
 
         Raises:
-            ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
+            ValueError: invalid gradients, hyperparameters or logits. No parameter and no state was
                 changed.
-            RuntimeError: this step or an earlier one failed when this rank or another might already
-                have written: load a checkpoint before you go on, or call `accept_partial_step`.
+            RuntimeError: this step or an earlier one failed after some rank may have written. Load
+                a checkpoint, or call `accept_partial_step`.
         """
         loss = None
         with Scaling(self) as scaling:
@@ -335,11 +347,11 @@ class Muon(Stateful):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler is to call every step, and to say which ones to skip."""
+        """True if `torch.amp.GradScaler` must call every step and say which ones to skip."""
         return not scaler_agrees(list(self._params()), self._settings)
 
-    @torch._disable_dynamo  # compiled code calls this function, and does not trace into it
-    @torch.inference_mode(False)  # else the state that a step makes could not be changed later
+    @torch._disable_dynamo  # torch.compile must not trace into a step
+    @torch.inference_mode(False)  # inference tensors as state could not be updated later
     @torch.no_grad()
     def _step(self, qk_logits: Optional[Logits], scaling: Scaling) -> None:
         progress = Progress(self._agreement, lambda: has_replicas(self._params(), self._settings))
@@ -354,13 +366,13 @@ class Muon(Stateful):
 
     @contextmanager
     def _telling_of_errors(self, scaling: Scaling) -> Iterator[None]:
-        """Within it, an error reaches the ranks that would wait for this one."""
+        """Reports an error raised in this context to the ranks that would wait for this one."""
         self._agreement.begin()
         try:
             yield
         except BaseException as error:
             sets, settings = self._sets(), self._settings
-            for ranks in sets:  # as the others do, which have no error
+            for ranks in sets:  # ranks without an error do the same
                 self._registration.number(ranks)
             structure = self._survey.structure(settings)
             how_often = settings.consistency_check
@@ -368,7 +380,7 @@ class Muon(Stateful):
             raise
 
     def _check(self, qk_logits: Optional[Logits], scaling: Scaling, progress: Progress) -> Step:
-        """Checks all that the step depends on, and makes it; nothing is written yet."""
+        """Checks everything that the step depends on, and makes the `Step`; writes nothing."""
         self._integrity.check()
         self._integrity.check_together()
         if self._settings is not self._checked_settings or self._settings.replicas:
@@ -389,7 +401,7 @@ class Muon(Stateful):
         plan, absent = survey.plan(groups, settings)
         validation.check_capturable(groups, plan, settings, self._offload.destination)
         scaling.check(groups)
-        # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
+        # torch.distributed.checkpoint creates state by calling step() with lr=0.
         is_dry = not self.state and all(is_zero_rate(group.lr) for group in groups)
         clipping = self._clip.begin(qk_logits, groups, survey, settings, is_dry)
         if settings.triton and plan is not self._warmed_up:
@@ -412,10 +424,10 @@ class Muon(Stateful):
         )
 
     def _agree(self, step: Step, scaling: Scaling) -> bool:
-        """Whether all ranks make the step; False if they skip it.
+        """Returns True if all ranks run the step, False if all skip it.
 
         Raises:
-            ValueError: ranks would do different things, or one of them has an error.
+            ValueError: if ranks would do different things, or any rank has an error.
         """
         survey, agreement, registration = self._survey, self._agreement, self._registration
         sets = with_replicas(set(survey.shared), self._settings)
@@ -437,7 +449,7 @@ class Muon(Stateful):
             return False
         if agreement.has_compared and not self._compared:
             problem = replica_difference(step, survey.names, self.state)
-            if problem is not None:  # then it is the same on all replicas
+            if problem is not None:  # all replicas have the same problem, so all raise
                 agreement.revoke()
                 raise ValueError(problem)
             self._compared = True
@@ -445,7 +457,7 @@ class Muon(Stateful):
         return True
 
     def _run(self, step: Step, scaling: Scaling) -> None:
-        """Makes the step, and keeps what the next one goes on from."""
+        """Creates missing state, runs the step, and caches what the next step reuses."""
         step.progress.is_running = True
         if not self._store.is_checked:
             self._store.drop_zeros(self.state)
@@ -470,7 +482,7 @@ class Muon(Stateful):
         return sets_of(self._params(), self._settings)
 
     def _check_reference(self, groups: list[Group]) -> None:
-        """Raises ValueError for what `reference` does not do, if that makes the steps."""
+        """With ``use_distributed_muon``, raises ValueError for options `reference` lacks."""
         if self._settings.use_distributed_muon:
             from .reference import check
 
@@ -484,7 +496,7 @@ class Muon(Stateful):
             check(groups, others)
 
     def _take_survey(self, groups: list[Group]) -> Survey:
-        """Checks the groups, and keeps their survey."""
+        """Checks and surveys the groups, and keeps the survey."""
         survey = self._survey_of(groups)
         if survey is not self._survey:
             self._survey = survey
@@ -494,7 +506,7 @@ class Muon(Stateful):
         return survey
 
     def _survey_of(self, groups: list[Group]) -> Survey:
-        """Checks the groups and surveys them; if nothing has changed, this is the kept survey."""
+        """Checks and surveys the groups; returns the kept survey if nothing has changed."""
         self._checked = validation.check_changed(
             groups, self.param_groups, self._checked, self._defaults_of
         )
@@ -505,16 +517,16 @@ class Muon(Stateful):
         return survey_groups(groups, self._settings, self._survey)
 
     def summary(self, schedule: bool = False) -> Summary:
-        """Says what a step does with every parameter: ``print(optim.summary())``.
+        """Shows what a step does with every parameter: ``print(optim.summary())``.
 
-        It is made from the plan of a step in which all trainable parameters have a gradient,
-        without talking to other ranks. `Summary.rows` and `Summary.totals` are plain data.
+        It reads the plan of a step in which every trainable parameter has a gradient, and does not
+        communicate with other ranks. `Summary.rows` and `Summary.totals` are plain data.
 
         Args:
-            schedule: also list the events of this rank's last step, in order.
+            schedule: True also lists the events of this rank's last step, in order.
         """
         groups = self._read_groups()
-        # The survey is not kept, as other ranks may not call this.
+        # Other ranks may not call this, so it must not replace the kept survey.
         return self._summarize(groups, self._survey_of(groups), self._last if schedule else None)
 
     def _summarize(
@@ -528,15 +540,14 @@ class Muon(Stateful):
 
     @through_wrappers
     def audit(self, keep: int = 100) -> Audit:
-        """Starts an audit, which watches steps to the end of its context, or until its ``stop()``.
+        """Starts an audit, which watches steps until its context ends or its ``stop()`` is called.
 
-        Call its ``report()`` on all ranks, and print what that returns: first what is wrong, then
-        what steps did to each parameter (docs/audit.md). Steps give the same bits as without an
-        audit. A new audit stops the one before it.
+        Call its ``report()`` on all ranks and print the result: first what is wrong, then what the
+        steps did to each parameter (docs/checks.md). Steps are bit-identical with and without an
+        audit. A new audit stops the previous one.
 
         Args:
-            keep: how many of the last steps to keep. Each keeps one polar factor in the memory of
-                the device.
+            keep: how many of the last steps to keep. Each keeps one polar factor in device memory.
 
         >>> with optimizer.audit() as audit:
         ...     for batch in batches:
@@ -551,22 +562,22 @@ class Muon(Stateful):
         return self._audit
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
+        """Numbers about the last audited step, for any logger; empty without an `audit`.
 
-        They are this rank's share; docs/audit.md lists the keys. The host waits for the device, but
-        for no other rank.
+        They cover this rank's share of the matrices; docs/checks.md lists the keys. The host waits
+        for the device, but not for other ranks.
         """
         return {} if self._audit is None else self._audit.metrics()
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
-        """Sets ``qk_logits`` of the next `step`, for trainers that call it without arguments."""
+        """Sets ``qk_logits`` for the next `step`, for trainers that call it without arguments."""
         self._clip.next_logits = qk_logits
 
     @property
     def qk_recorder(self) -> Any:
-        """The recorder that `step` takes logits from: a `QKLogitRecorder`, or what has ``take()``.
+        """The recorder whose logits `step` uses: a `QKLogitRecorder` or an object with ``take()``.
 
-        Copies and pickles have none.
+        Copied and unpickled optimizers have none.
         """
         return self._clip.recorder
 
@@ -577,13 +588,15 @@ class Muon(Stateful):
         self._clip.recorder = recorder
 
     def qk_clip_stats(self) -> dict[str, Any]:
-        """What QK-Clip saw and did, as plain numbers. Makes the host wait for the device.
+        """What QK-Clip saw and did, as plain numbers; empty without ``clip_config``.
+
+        The host waits for the device. Checkpoints do not contain these numbers.
 
         Returns:
-            For the last step that had logits: ``max_logit``, ``heads`` (how many logits), of these
-            ``clipped`` and ``nonfinite``, and ``layers``: by layer ``max_logit``, ``clipped``,
-            ``nonfinite`` and ``max_logits``, in which NaN shows as Inf. For all steps: ``steps``
-            (how many had logits), ``total_clipped`` and ``total_nonfinite``. Checkpoints hold none
-            of these. Nothing without ``clip_config``.
+            For the last step with logits: ``max_logit``; ``heads``, the number of logits;
+            ``clipped`` and ``nonfinite``, how many of them were clipped, or were Inf or NaN; and
+            ``layers``, which maps each layer to its ``max_logit``, ``clipped``, ``nonfinite`` and
+            ``max_logits`` (NaN shows as Inf). For all steps: ``steps``, the number of steps with
+            logits; ``total_clipped``; and ``total_nonfinite``.
         """
         return self._clip.stats()

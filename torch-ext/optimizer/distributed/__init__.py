@@ -1,1 +1,1 @@
-"""Plans who owns each matrix, moves matrices, lets ranks agree before a step, reads DTensors."""
+"""Plans which rank owns each matrix, moves matrices, compares ranks, and reads DTensors."""

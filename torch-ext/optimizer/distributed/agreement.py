@@ -1,9 +1,9 @@
 """Compares what ranks are about to do before a step's first collective: all step or all raise.
 
-All ranks that a chain of meshes connects, a *union*, decide together: one that raised alone would
-leave others waiting. Before each step every rank sends its union one record of fixed size: a hash
-of its notes, and its vote on whether to step. The exchange runs on the CPU over gloo; hosts wait
-for each other, devices don't. Only where records differ do ranks send their notes as text.
+All ranks that a chain of meshes connects, a *union*, decide together: if one rank raised alone, the
+others would wait for it. Before each step every rank sends its union one record of fixed size: a
+hash of its notes, and its vote on whether to step. The exchange runs on the CPU over gloo, so hosts
+wait for each other and devices don't. Ranks send their notes as text only if records differ.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from .plan import ranks_sort_key
 
 CHECKS = ("step", "plan", "off")
 
-# Every exchange starts with one record of three int64, since gloo aborts where sizes differ. The
-# first field says what the sender exchanges: one of these, or in a step a hash of its union.
+# Every exchange starts with one record of three int64, because gloo aborts if sizes differ. The
+# first field names the content: one of these, or a hash of the union for the vote on a step.
 _SETS, _DETAILS = range(2)
 
-# The vote of a rank, the second field of its record in a step: a sum of these.
+# A rank's vote on a step, in the second field of its record: a sum of these flags.
 _SKIPS, _FAILS, _HAS_CHANGED, _ONLY_CREATES = 1, 2, 4, 8
 
 _OPTIMIZERS_DIFFER = (
-    "ranks {} and {} step different optimizers; let all ranks make, copy, load and step theirs "
-    "alike and in the same order"
+    "ranks {} and {} step different optimizers; create, copy, load and step the same optimizers "
+    "in the same order on all ranks"
 )
 
 
 class StepNotes(NamedTuple):
-    """What this rank is about to do in a step together with the ranks of one set."""
+    """What this rank is about to do in a step with the ranks of one set."""
 
-    lines: Sequence[str]  # what the ranks must have alike: parameters, their placements, options
+    lines: Sequence[str]  # what must be equal on all ranks: parameters, placements, options
     gradients: Sequence[str]  # names of the parameters that have a gradient
-    owners: str = ""  # a hash of the plan that follows from lines and gradients
-    optimizer: str = ""  # how many the ranks made before this one, and how often it has stepped
+    owners: str = ""  # a hash of the plan, which follows from lines and gradients
+    optimizer: str = ""  # its number among the ranks' optimizers, and how often it has stepped
 
 
 class _Union(NamedTuple):
-    """The ranks that step together; on all of them the fields are equal."""
+    """The ranks that step together; the fields are equal on all of them."""
 
-    sets: list[Ranks]  # of all its ranks, `_in_order`
+    sets: list[Ranks]  # the sets of all its ranks, sorted by `_in_order`
     ranks: Ranks
     identity: int  # a hash of the sets
     world: Callable[[], Any]  # a weak reference to the default process group that has these ranks
 
 
 class Registration:
-    """Numbers an optimizer in the order of construction, to tell it from others that are equal.
+    """Numbers optimizers in order of construction, to distinguish those with equal parameters.
 
-    Each set of ranks counts the optimizers whose parameters it shares, if they are alive or have
-    stepped. One that a single rank makes of shared parameters makes the next step raise. ``sets``
-    is the optimizer's method that returns the sets of ranks that share its parameters.
+    Each set of ranks counts the optimizers that have parameters on it and are alive or have
+    stepped. If only one rank constructs another optimizer of shared parameters, the next step
+    raises. ``sets`` is the optimizer's method that returns the sets that share its parameters.
     """
 
     _all: list[Registration] = []  # in order of construction
@@ -75,11 +75,11 @@ class Registration:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, which may be asked for through a wrapper of it."""
+        """The optimizer itself, also for callers that only have a wrapper of it."""
         return self._sets().__self__  # type: ignore[union-attr]
 
     def number(self, ranks: Ranks) -> int:
-        """How many of the optimizers that ``ranks`` share were made before this one."""
+        """Counts the optimizers that ``ranks`` share and that were made before this one."""
         if ranks not in self._numbers:
             Registration._all = [o for o in Registration._all if o._numbers or o._sets()]
             earlier = Registration._all[: Registration._all.index(self)]
@@ -94,14 +94,14 @@ class Registration:
 class Agreement:
     """Decides with the other ranks whether they step; remembers which ranks these are.
 
-    Copies and pickles start afresh. So either all ranks of a union go on with a fresh one, or none.
+    Copies and pickles remember nothing: if one rank of a union continues with a copy, all must.
 
     Attributes:
-        others_may_step: whether other ranks may step. After a comparison that broke off they may,
-            if this rank has voted for it: they may have received all records.
-        has_compared: whether notes were compared in this step.
-        only_creates: whether the step only creates state, on all ranks.
-        steps: how many steps were made since this object was made.
+        others_may_step: True if other ranks may step. They may even if the comparison failed here
+            after this rank voted for the step: they may have received all records.
+        has_compared: True if notes were compared in this step.
+        only_creates: True if the step only creates state, on all ranks.
+        steps: number of steps since this object was created.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Agreement:
         return Agreement, ()
 
     def begin(self) -> None:
-        """Begins a step, in which this rank has not voted yet."""
+        """Begins a step; this rank has not voted yet."""
         self.others_may_step = self.has_compared = False
 
     def decide(
@@ -126,20 +126,20 @@ class Agreement:
         skip: Optional[bool],
         only_creates: bool = False,
     ) -> bool:
-        """Whether the ranks skip a step.
+        """Returns True if the ranks skip this step.
 
         Args:
             how_often: one of `CHECKS`.
             structure: what this rank shares with each of its sets of ranks.
-            sets: the ranks that share parameters with this one, mesh by mesh.
-            notes: makes the notes of this step.
-            skip: whether this rank is to skip the step; None unless a GradScaler calls every step.
-            only_creates: whether the step only creates state, as far as this rank knows.
+            sets: for each mesh, the ranks that share parameters with this rank.
+            notes: returns the notes of this step.
+            skip: True if this rank wants to skip; None unless a GradScaler calls every step.
+            only_creates: True if, as far as this rank knows, the step only creates state.
 
         Raises:
             ValueError: ranks would do different things, or one of them has an error; the text is
                 the same on all of them.
-            RuntimeError: a rank did not come, or died meanwhile.
+            RuntimeError: a rank did not arrive, or died during the exchange.
         """
         self.others_may_step = any(len(ranks) > 1 for ranks in sets)
         is_due = self._is_due(how_often, structure, skip is not None)
@@ -159,22 +159,22 @@ class Agreement:
         sets: Collection[Ranks],
         skip: Optional[bool],
     ) -> None:
-        """Tells the other ranks of an error that keeps this one from stepping; see `decide`."""
+        """Sends the other ranks an error that keeps this rank from stepping; see `decide`."""
         if self._is_due(how_often, structure, skip is not None):
             is_plain = isinstance(error, ValueError)
             text = str(error) if is_plain else f"{type(error).__name__}: {error}"
-            # This rank's own error is the cause, or says more.
+            # The caller raises this rank's own error, which is the cause, or says more.
             with contextlib.suppress(RuntimeError, ValueError):
                 self.check({}, text, sets, bool(skip))
 
     def revoke(self) -> None:
-        """Revokes what all ranks have agreed on, so that they compare notes in the next step."""
+        """Forgets the last agreement, so that ranks compare notes in the next step."""
         self.others_may_step, self._structure = False, None
 
     def _is_due(self, how_often: str, structure: Mapping[Ranks, Any], may_skip: bool) -> bool:
-        """Whether this step compares notes.
+        """True if this step compares notes.
 
-        With ``"plan"`` it does if what the whole union shares has changed, which all its ranks see.
+        With ``"plan"``, only a change that all ranks of the union see makes a step compare notes.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
             return False
@@ -192,15 +192,15 @@ class Agreement:
         sets: Iterable[Ranks],
         skip: bool = False,
     ) -> bool:
-        """Compares notes with all ranks of this rank's union: whether one of them skips the step.
+        """Compares notes with all ranks of this rank's union; True if one of them skips the step.
 
-        All ranks of each set make this call, and so do ranks that had sets at the last call. With
-        an error, which is text, notes are ignored; their ranks are a set or a part of one.
+        All ranks of each set must make this call, and so must ranks that had sets at the last call.
+        Notes, each for a set or a part of one, are ignored if ``error`` has a text.
         """
         self.others_may_step, rank = False, this_rank()
         sets = _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
         notes = {ranks: notes[ranks] for ranks in notes if rank in ranks}
-        union, self._union = self._union, None  # until the records of the ranks have come
+        union, self._union = self._union, None  # until all records have arrived
         if union is not None and union.world() is not dist.group.WORLD:
             union = None
         fails = error is not None
@@ -208,8 +208,8 @@ class Agreement:
         try:
             while sets or union is not None:
                 union = union or _find_union(sets)
-                # A rank whose sets have changed still sends its record to the union as it was: it
-                # can't know which other ranks have changed their sets, too.
+                # A rank whose sets have changed still sends its record to the old union: it can't
+                # know which other ranks have changed their sets, too.
                 has_changed = sets != [ranks for ranks in union.sets if rank in ranks]
                 digest = 0 if fails or has_changed else _digest_of_notes(notes)
                 self.others_may_step = not (fails or skip)
@@ -233,8 +233,8 @@ class Agreement:
             self.others_may_step = False
             raise
         except BaseException:
-            # The exchange has left its connections unusable. Closing the others, too, spares the
-            # ranks that wait for this one their timeout.
+            # The failed exchange left its connections unusable. The others are closed, too, so that
+            # ranks that wait for this one fail at once, not after their timeout.
             self._union = None
             for ranks in [*sets, *([*union.sets, union.ranks] if union is not None else ())]:
                 close_connections(ranks)
@@ -243,25 +243,25 @@ class Agreement:
 
 
 def _in_order(sets: Iterable[Ranks]) -> list[Ranks]:
-    """Sorts sets into the one order in which all ranks exchange, larger ones first."""
+    """Sorts sets, larger ones first, into the order in which all ranks exchange."""
     return sorted(set(sets), key=ranks_sort_key)
 
 
 def _find_union(sets: Sequence[Ranks]) -> _Union:
-    """Finds the union of a rank with these sets: round by round, ranks pass on what is new to them.
+    """Finds the union of a rank with these sets: in each round, ranks pass on the sets new to them.
 
-    One round is enough if one set has all ranks, else as many as there are sets: each round brings
-    another set to a rank that has not heard of all. ValueError if a rank lacks a set that another
-    one names; ranks that have no larger set with both of them wait for their timeout.
+    If one set has all ranks, one round is enough. Otherwise there are as many rounds as sets: each
+    round brings another set to any rank that lacks one. Raises ValueError if a rank lacks a set
+    that another names; ranks that share no larger set with both of these wait for their timeout.
     """
-    known, told = set(sets), set[Ranks]()
+    known, sent = set(sets), set[Ranks]()
     rounds, needed = 0, 1
     while rounds < needed:
-        news, told = known - told, set(known)
+        news, sent = known - sent, set(known)
         for ranks in sets:
             texts = _exchange_text(ranks, _SETS, _in_order(news - {ranks}))
             reports = {rank: {ranks, *map(tuple, text)} for rank, text in zip(ranks, texts)}
-            contradiction = _contradiction(reports) if rounds == 0 else None  # of ranks' own sets
+            contradiction = _contradiction(reports) if rounds == 0 else None  # of own sets only
             if contradiction is not None:
                 raise ValueError(contradiction)
             known.update(*reports.values())
@@ -278,10 +278,10 @@ def _digest(lines: Iterable[str]) -> int:
 
 
 def _digest_of_notes(notes: Mapping[Ranks, StepNotes]) -> int:
-    """A number that adds up to 0 over a union, modulo 2⁶⁴, if each set's ranks have equal notes.
+    """A number whose sum over a union is 0, modulo 2⁶⁴, if each set's ranks have equal notes.
 
-    In a set of n ranks the first one's hash counts n − 1 times, and that of each other −1 times. If
-    notes differ, the sum is 0 by a chance of less than 1 in 2⁴⁸ (for up to 2¹⁶ ranks).
+    In a set of n ranks, the first rank's hash counts n − 1 times and every other hash −1 times. If
+    notes differ, the sum is 0 with a probability below 2⁻⁴⁸ (for up to 2¹⁶ ranks).
     """
     total = 0
     for ranks, (lines, gradients, owners, optimizer) in notes.items():
@@ -292,9 +292,9 @@ def _digest_of_notes(notes: Mapping[Ranks, StepNotes]) -> int:
 
 
 def _find_problem(details: Mapping[int, Sequence[Any]], have_changed: bool) -> Optional[str]:
-    """Says, from each rank's error, sets and notes, why a union can't step.
+    """Explains why a union can't step, from each rank's error, sets and notes.
 
-    None if only sets have changed, on all their ranks.
+    Returns None if only sets have changed, on all their ranks.
     """
     errors = (f"rank {rank}: {error}" for rank, (error, *_) in details.items() if error is not None)
     failure = next(errors, None)
@@ -307,7 +307,7 @@ def _find_problem(details: Mapping[int, Sequence[Any]], have_changed: bool) -> O
 
 
 def _contradiction(named: Mapping[int, Collection[Ranks]]) -> Optional[str]:
-    """Says which rank lacks a set that another one names; by rank, ascending, the sets it names."""
+    """Says which rank lacks a set that another names; ``named`` maps ascending ranks to sets."""
     for ranks in _in_order(set().union(*named.values())):
         lacking = [rank for rank in ranks if rank in named and ranks not in named[rank]]
         if lacking:
@@ -320,7 +320,7 @@ def _contradiction(named: Mapping[int, Collection[Ranks]]) -> Optional[str]:
 
 
 def _difference(notes: Mapping[int, Sequence[Any]]) -> str:
-    """Says in what the notes of a union's ranks differ."""
+    """Says how the notes of a union's ranks differ."""
     notes_by_set: dict[Ranks, dict[int, StepNotes]] = defaultdict(dict)
     for rank, notes_of_rank in notes.items():
         for ranks, fields in notes_of_rank:
@@ -330,7 +330,7 @@ def _difference(notes: Mapping[int, Sequence[Any]]) -> str:
         by_rank, first = notes_by_set[ranks], ranks[0]
         lacking = [rank for rank in ranks if rank not in by_rank]
         if not any(rank_notes.lines for rank_notes in by_rank.values()):
-            # These ranks are part of a mesh; one without any gradient there has taken no notes.
+            # These ranks are part of a mesh. A rank without gradients there has written no notes.
             by_rank.update(dict.fromkeys(lacking, StepNotes([], [])))
         elif lacking:
             return (
@@ -356,16 +356,16 @@ def _difference(notes: Mapping[int, Sequence[Any]]) -> str:
             if without:
                 missing.append(f"{name} on ranks {without}")
     if not missing:
-        return "ranks have planned different owners; do all load the same version of this package?"
+        return "ranks have planned different owners; load the same package version on all ranks"
     return (
-        f"gradients are missing on some ranks only: {'; '.join(missing[:8])}. Let every rank "
-        'compute one for it, or set missing_grad="zero": absent ones count as zeros then, but of '
-        'replicas only where the step averages them, grad_reduce="mean"'
+        f"gradients are missing on some ranks only: {'; '.join(missing[:8])}. Compute these "
+        'gradients on every rank, or set missing_grad="zero", which counts them as zeros (on '
+        'replicas only with grad_reduce="mean")'
     )
 
 
 def _first_different_line(a: int, lines_a: Sequence[str], b: int, lines_b: Sequence[str]) -> str:
-    """Says where the lines of ranks ``a`` and ``b`` begin to differ."""
+    """Describes the first difference between the lines of ranks ``a`` and ``b``."""
     line_a, line_b = next((x, y) for x, y in zip_longest(lines_a, lines_b) if x != y)
     if line_b is None or (line_b in lines_a and line_a not in lines_b):
         return f"Only rank {a} has {line_a!r}"
@@ -375,7 +375,7 @@ def _first_different_line(a: int, lines_a: Sequence[str], b: int, lines_b: Seque
 
 
 def _exchange_text(ranks: Ranks, what: int, content: Sequence) -> list[Any]:
-    """The content of all ``ranks``, in order, sent as JSON; nothing is sent if all have none."""
+    """Exchanges content as JSON, one item per rank in order; sends nothing if all are empty."""
     encoded = json.dumps(content).encode()
     records = _exchange_records(ranks, [what, len(encoded) if content else 0, 0])
     longest = int(records[:, 1].max())

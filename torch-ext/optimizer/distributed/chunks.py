@@ -1,4 +1,4 @@
-"""Lays out a chunk, matrices that travel together, in the buffers of each rank."""
+"""Lays out the matrices of a chunk, which travel together, in the buffers of each rank."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from ..regions import Region
 from .limits import Limits
 from .units import Channel, Entry, Unit
 
-# The most elements that the slots of an all-gather may take, over the elements that they hold.
+# The largest size of an all-gather's slots, relative to the elements in them.
 MOST_PADDED = 1.25
 
-# The parts of a batch begin at multiples of this many bytes: from there kernels and NCCL load 16
-# bytes at once. CPU kernels choose a path by a matrix's address, and paths differ in the last bits
-# of results. So a matrix that is whole on its rank begins at a cache line, as a gathered one does.
+# The parts of a batch begin at multiples of this many bytes, so that kernels and NCCL load 16 bytes
+# at once. CPU kernels choose a path by a matrix's address, and paths differ in the last bits of
+# results. So a matrix that is whole on its rank begins at a cache line, as a gathered one does.
 ALIGNMENT_BYTES = 64
-MOMENT_BYTES = 4  # of a mean square in the side buffer, in fp32
+MOMENT_BYTES = 4  # a mean square in the side buffer is fp32
 
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's pieces of the units of one batch, whoever owns it.
+    """This rank's pieces of the units of one batch, which any rank may own.
 
     Args:
-        units: of the batch.
+        units: the units of the batch.
         boxes: the pieces of each unit, in coordinates of the unit's box; equal for all units.
         local_parts: where the pieces lie in the local tensor, unit by unit.
-        start: where the pieces begin in the chunk's buffer, unit by unit; for pieces that are not
-            staged, in a buffer with these pieces alone.
+        start: where the pieces begin in the chunk's buffer, in elements. Pieces that are not staged
+            have a buffer of their own.
         moments_start: where the mean squares of the units begin in the chunk's side buffer.
-        is_staged: whether the pieces have a place in the chunk's buffer. Momentum that another
+        is_staged: True if the pieces have a place in the chunk's buffer. Momentum that another
             replica sends has none.
     """
 
@@ -56,10 +56,10 @@ class Share:
 
 
 class PeerPart(NamedTuple):
-    """One peer's parts of the units of a batch in one direction, as the owner keeps them.
+    """One peer's parts of the units of a batch in one direction, as the owner stores them.
 
     Args:
-        peer: the peer whose parts they are.
+        peer: the peer that has the parts.
         boxes: the parts of each unit, in coordinates of the unit's box.
         start: where the parts begin in the buffer that the owner gathers into or scatters from. If
             the peer is the owner itself, this is the buffer of its shares.
@@ -76,17 +76,17 @@ class PeerPart(NamedTuple):
 
 
 class PeerRun(NamedTuple):
-    """Parts of several peers, of equal shapes and at equal distances, so that one view has all.
+    """Parts of several peers with equal shapes and equal distances, so that one view covers all.
 
-    The part of the k-th peer lies k·step elements behind the first in the buffer, and k·shift
-    indices behind it in the unit.
+    The k-th peer's part lies k·step elements after the first in the buffer, and k·shift indices
+    after it in the unit.
 
-    If a mesh cuts one dimension evenly, three runs have the parts of all peers: one of this rank
-    alone, one of the peers before it, and one of the peers after it.
+    If a mesh cuts one dimension evenly, three runs cover all peers: this rank alone, the peers
+    before it, and the peers after it.
 
     Args:
         first: the part of the first peer.
-        peers: how many peers.
+        peers: number of peers.
         step: elements from one peer's part to the next peer's in the owner's buffer.
         shift: indices from one peer's boxes to the next peer's in the unit, by dimension.
     """
@@ -97,7 +97,7 @@ class PeerRun(NamedTuple):
     shift: tuple[int, ...] = ()
 
     def with_next(self, part: PeerPart) -> Optional[PeerRun]:
-        """The run with the next peer's part; None if that part has another shape or distance."""
+        """The run extended by the next peer's part; None if its shape or distance differs."""
         boxes = list(zip(self.first.boxes, part.boxes))
         shifts = {tuple(there[0] - here[0] for here, there in zip(*pair)) for pair in boxes}
         shapes = (tuple(map(regions.shape_of, each.boxes)) for each in (self.first, part))
@@ -122,7 +122,7 @@ class PeerRun(NamedTuple):
         return views
 
     def in_units(self, units: Tensor) -> list[Tensor]:
-        """Views, shaped alike, of the same boxes in ``units``, (count, *shape of a unit)."""
+        """Views of the same boxes in ``units``, (count, *shape of a unit), in the same shapes."""
         views, (stride, *strides) = [], units.stride()
         step = sum(indices * of_dim for indices, of_dim in zip(self.shift, strides))
         for box in self.first.boxes:
@@ -135,14 +135,14 @@ class PeerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Units that are orthogonalized together: of one group, of one shape, laid out alike.
+    """Units that are orthogonalized together: they have one group, one shape and one layout.
 
     Args:
-        units: of the batch.
-        gathered: what each peer sends of their momentum, this rank's part first.
-        scattered: what each peer gets of their updates, this rank's part first; if all peers get
-            the same, only this rank's part.
-        moments_start: where the mean squares of their updates begin in the chunk's side buffer.
+        units: the units.
+        gathered: the momentum that each peer sends, this rank's part first.
+        scattered: the updates that each peer receives, this rank's part first; only this rank's
+            part if all peers receive the same.
+        moments_start: where the mean squares of the updates begin in the chunk's side buffer.
     """
 
     units: tuple[Unit, ...]
@@ -152,12 +152,12 @@ class Batch:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Units, and the shape of each."""
+        """(units, *shape of a unit)."""
         return (len(self.units), *self.units[0].shape)
 
     @property
     def matrix_count(self) -> int:
-        """How many matrices the units have."""
+        """Number of matrices in all units."""
         return len(self.units) * self.units[0].count
 
     @functools.cached_property
@@ -170,8 +170,8 @@ class Batch:
 
 
 def _runs(parts: Sequence[PeerPart]) -> list[PeerRun]:
-    """Joins parts into as few runs as possible; the first run is the owner's part alone, which lies
-    in another buffer."""
+    """Joins parts into as few runs as possible. The owner's own part, which lies in another buffer,
+    is the first run."""
     runs = [PeerRun(parts[0])]
     for part in parts[1:]:
         longer = runs[-1].with_next(part) if len(runs) > 1 else None
@@ -185,7 +185,7 @@ class Traffic:
 
     Args:
         sent, received: elements to and from each peer; 0 for this rank itself.
-        kept: elements of its pieces that stay on this rank; without slots, the buffer begins with
+        kept: elements of this rank's pieces that stay here; a buffer without slots begins with
             them.
     """
 
@@ -196,24 +196,24 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is gathered, orthogonalized and scattered together, as one rank sees it.
+    """Matrices that are gathered, orthogonalized and scattered together, as one rank sees them.
 
     This rank's pieces lie in two buffers: input of orthogonalization that it sends, and updates
-    that it receives. A buffer without slots begins with this rank's pieces of what it owns; then
-    comes, peer by peer, what it sends or receives. Two ranks exchange, batch by batch, the pieces
-    of the units one after the other. Padding brings the next batch to a multiple of
+    that it receives. A buffer without slots begins with this rank's pieces of the units it owns;
+    then follow, peer by peer, the pieces that it sends or receives. Two ranks exchange pieces batch
+    by batch and unit by unit. Padding makes the next batch begin at a multiple of
     `ALIGNMENT_BYTES`.
 
     Args:
-        momentum, weights: this rank's share of all batches, in the order of these buffers.
+        momentum, weights: this rank's shares of all batches, in the order of these buffers.
         batches: the batches that this rank owns.
         gather, scatter: the traffic.
-        in_place: whether updates take the places of the momentum that they are made of.
-        slots: if all peers get all updates, how many elements each peer sends to all others. The
-            buffer of updates then has a slot of this size for each peer, in their order. Slots of
-            one size travel by one all-gather, slots of several sizes by a broadcast each. Empty if
-            peers get different updates.
-        moments_slot: mean squares of updates that each peer sends to all others, padded to one
+        in_place: True if updates overwrite the momentum that they are computed from.
+        slots: if all peers receive all updates, how many elements each peer sends to all others.
+            The buffer of updates then has a slot of this size for each peer, in order. One
+            all-gather moves slots of equal size; otherwise each slot has a broadcast. Empty if
+            peers receive different updates.
+        moments_slot: number of mean squares that each peer sends to all others, padded to the same
             number; the side buffer has a slot of this size for each peer. 0 without a second
             moment.
     """
@@ -229,7 +229,7 @@ class Chunk:
 
 
 class ChunkBuilder:
-    """Lays chunks of one lane out in the buffers of this rank."""
+    """Lays out the chunks of one lane in the buffers of this rank."""
 
     def __init__(self, entries: Sequence[Entry], channel: Channel, limits: Limits):
         self.entries = entries
@@ -239,7 +239,7 @@ class ChunkBuilder:
         self.scatter = _Direction(entries, channel, is_scatter=True)
 
     def chunk(self, owned: Mapping[int, Sequence[Unit]]) -> Chunk:
-        """The chunk in which each owner, a peer, orthogonalizes the units it has in ``owned``."""
+        """Makes the chunk of the units in ``owned``, given by their owner, a peer."""
         this_peer = self.channel.this_peer
         numbers = {unit.entry for units in owned.values() for unit in units}
         entries = [self.entries[number] for number in numbers]
@@ -265,8 +265,8 @@ class ChunkBuilder:
     def _moments(
         self, batches: Mapping[int, Sequence[tuple[Unit, ...]]]
     ) -> tuple[dict[Unit, int], int]:
-        """Lays the mean squares of all updates out in the side buffer: where those of a batch
-        begin, by its first unit, and the size of slots."""
+        """Lays out the mean squares of all updates in the side buffer. Returns where each batch
+        begins, by its first unit, and the size of a slot."""
         starts, ends = {}, dict.fromkeys(batches, 0)
         for owner, owner_batches in batches.items():
             for units in owner_batches:
@@ -286,8 +286,8 @@ class ChunkBuilder:
     ) -> tuple[int, ...]:
         """The elements that each peer sends to all others, see `Chunk`; empty for an all-to-all.
 
-        Slots are padded to one size if the padding is little: a rank then sends, with the gather of
-        momentum, at most 2 + 2/P bytes per element in bf16 on P ranks.
+        Slots are padded to one size if that adds little (`MOST_PADDED`), and if a rank then sends,
+        gather of momentum included, at most 2 + 2/P bytes per element in bf16 on P ranks.
         """
         peers = range(len(self.channel.peers))
         count = len(peers)
@@ -304,7 +304,7 @@ class ChunkBuilder:
         return (slot,) * count if is_even else tuple(sizes)
 
     def _batches(self, units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
-        """Divides units into batches that can be orthogonalized together, of a limited size."""
+        """Divides units into batches of limited size that can be orthogonalized together."""
         alike: dict[tuple, list[Unit]] = {}
         for unit in units:
             entry = self.entries[unit.entry]
@@ -325,7 +325,7 @@ class ChunkBuilder:
 
 
 class _Direction:
-    """Lays one direction of a lane's chunks out: gathers of momentum, or scatters of updates."""
+    """Lays out one direction of a lane's chunks: gathers of momentum, or scatters of updates."""
 
     def __init__(self, entries: Sequence[Entry], channel: Channel, is_scatter: bool):
         self.entries = entries
@@ -336,12 +336,12 @@ class _Direction:
     def layout(
         self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slots: tuple[int, ...] = ()
     ) -> tuple[list[Share], list[tuple[PeerPart, ...]], Traffic]:
-        """One direction of a chunk.
+        """Lays out one direction of a chunk.
 
         Args:
-            batches: those of each owner; this rank's come first.
-            slots: sizes of the owners' slots in this rank's buffer; without slots, what comes from
-                one owner follows what comes from the owner before.
+            batches: the batches of each owner, this rank first.
+            slots: sizes of the owners' slots in this rank's buffer; if empty, owners' elements
+                follow each other without slots.
 
         Returns:
             This rank's shares, the peers' parts of each batch that it owns, and the traffic.
@@ -362,8 +362,8 @@ class _Direction:
     def _shares(
         self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slots: tuple[int, ...]
     ) -> tuple[list[Share], list[PeerPart], list[int]]:
-        """This rank's shares, owner by owner; its parts of each batch that it owns; and elements
-        in the buffer by owner."""
+        """This rank's shares, owner by owner; its parts of each batch that it owns; and the
+        elements of each owner in the buffer."""
         this_peer = self.channel.this_peer
         shares: list[Share] = []
         own_parts: list[PeerPart] = []
@@ -389,8 +389,8 @@ class _Direction:
     def _parts(
         self, batches: Sequence[tuple[Unit, ...]], own_parts: Sequence[PeerPart]
     ) -> tuple[list[tuple[PeerPart, ...]], list[int]]:
-        """The parts of each batch that this rank owns, its own first, then peer by peer; and
-        elements in the owner's buffer by peer."""
+        """The parts of each batch that this rank owns, its own first, then peer by peer; and the
+        elements of each peer in the owner's buffer."""
         this_peer = self.channel.this_peer
         parts, by_peer = [[part] for part in own_parts], [0] * len(self.channel.peers)
         end = 0
@@ -406,21 +406,21 @@ class _Direction:
         return list(map(tuple, parts)), by_peer
 
     def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
-        """Whether a peer's part of a unit travels: updates do, momentum in the owner's replica."""
+        """True if a peer's part of a unit travels: updates do; momentum, in the owner's replica."""
         peers = self.channel.peers
         return self.is_scatter or self.entries[unit.entry].sends_momentum(peers[peer], peers[owner])
 
     def _held(self, unit: Unit, peer: int) -> Region:
-        """What a peer holds of a unit's parameter: weights for the scatter, else momentum."""
+        """The region of a unit's parameter on a peer: weights for the scatter, else momentum."""
         entry, rank = self.entries[unit.entry], self.channel.peers[peer]
         return entry.region(rank) if self.is_scatter else entry.momentum_region(rank)
 
     def _boxes(self, unit: Unit, peer: int) -> tuple[Region, ...]:
-        """What a peer holds of a unit, in coordinates of the unit's box."""
+        """A peer's parts of a unit, in coordinates of the unit's box."""
         return tuple(regions.relative(box, unit.box) for box in self._block_boxes(unit, peer))
 
     def _block_boxes(self, unit: Unit, peer: int) -> list[Region]:
-        """What a peer holds of a unit, in coordinates of the block; all of it if it is alone."""
+        """A peer's parts of a unit, in coordinates of the block; the whole unit for a lone peer."""
         is_alone = len(self.channel.peers) == 1
         return [unit.box] if is_alone else unit.parts(self._held(unit, peer))
 

@@ -1,4 +1,4 @@
-"""Calls torch's collectives of single tensors by the names that the installed version has."""
+"""Calls torch's single-tensor collectives by the names that the installed version has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def has_backend(group: Any, device: torch.device) -> bool:
-    """Whether a process group can exchange tensors of a device."""
+    """True if a process group can exchange tensors on a device."""
     try:
         group._get_backend(device)
     except RuntimeError:
@@ -20,7 +20,7 @@ def has_backend(group: Any, device: torch.device) -> bool:
 
 
 def single_tensor_collective(name: str) -> Callable[..., Any]:
-    """``all_gather`` or ``reduce_scatter`` of single tensors: torch 2.13 warns of the old names."""
+    """Single-tensor ``all_gather`` or ``reduce_scatter``; torch 2.13 deprecates the old names."""
     old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
     return getattr(dist, f"{name}_single", None) or getattr(dist, old[name])
 
@@ -32,21 +32,21 @@ def all_to_all(
     sent_sizes: Sequence[int],
     group: Any,
 ) -> Any:
-    """Starts to send each rank its part of one flat buffer, and to receive its part of another."""
+    """Starts an all-to-all between flat buffers that have a part for each rank."""
     sizes = list(received_sizes), list(sent_sizes)
     return dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
 
 
 def all_gather_slots(buffer: Tensor, group: Any) -> Any:
-    """Starts an all-gather into a flat buffer of one slot for each rank, from this rank's slot."""
+    """Starts an all-gather from this rank's slot of a flat buffer into the slots of all ranks."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sent = buffer.chunk(ranks)[rank]
     return single_tensor_collective("all_gather")(buffer, sent, group=group, async_op=True)
 
 
 def share_slots(buffer: Tensor, slots: Sequence[int], group: Any) -> list[Any]:
-    """Starts to gather slots of these sizes: by `all_gather_slots` if they are equal, else by a
-    broadcast of each slot."""
+    """Starts to gather slots of these sizes: with `all_gather_slots` if sizes are equal, else with
+    one broadcast per slot."""
     if len(set(slots)) == 1:
         return [all_gather_slots(buffer, group)]
     return [
@@ -65,5 +65,5 @@ def gather_over_ranks(tensor: Tensor, group: Any) -> Tensor:
 
 
 def max_over_ranks(tensor: Tensor, group: Any) -> Any:
-    """Starts to set each element to its maximum over ranks; backends differ in how NaN compares."""
+    """Starts to replace each element by its maximum over ranks; NaN depends on the backend."""
     return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)

@@ -1,7 +1,6 @@
 """Connects the hosts of ranks over gloo, with few connections each, and gathers tensors over them.
 
-A gloo group connects every pair of its ranks, with as many sockets. So groups of this module have
-at most eight ranks.
+A gloo group opens a socket for every pair of its ranks, so groups here have at most eight ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from .process_groups import GroupCache, key_of_ranks, world_timeout
 
 Ranks = tuple[int, ...]  # global and ascending
 
-# What errors say of the way between hosts, and how to change it.
+# For error messages: how hosts reach each other, and how to change that.
 _ROUTE = (
     "hosts compare notes over gloo, by the network interface that GLOO_SOCKET_IFNAME names, or "
-    "that of the host's name where it is not set; on every rank set it to an interface that "
+    "the interface of the host's name if it is not set; on every rank set it to an interface that "
     "reaches the other hosts (`ip -br addr` lists them)"
 )
 
@@ -30,10 +29,10 @@ _NO_PROBLEM = "none"  # what a rank without a problem writes to the store
 
 
 class NoConnection(RuntimeError):
-    """Gloo can't connect the ranks, although all of them have come; its text says why."""
+    """Gloo can't connect the ranks, although all of them have arrived; the text says why."""
 
 
-_cache = GroupCache()  # of groups as `_connect` makes them
+_cache = GroupCache()  # what `_connect` returned for each set of ranks
 
 
 def close_connections(ranks: Ranks) -> None:
@@ -42,14 +41,14 @@ def close_connections(ranks: Ranks) -> None:
 
 
 def all_gather(ranks: Ranks, tensor: Tensor) -> Tensor:
-    """Gathers tensors of one shape from all ``ranks``, in order: (ranks, *shape).
+    """Gathers CPU tensors of one shape from all ``ranks``, in order: (ranks, *shape).
 
-    They have connections of their own: a group with other users, such as a checkpoint saved in the
-    background, would have to be used in the same order on all ranks. `dist.new_group` names groups
-    by how many a rank is in, so ranks in different numbers of groups would wait for each other.
+    The connections have no other users: a group shared with, for example, a checkpoint saved in the
+    background would need the same order of calls on all ranks. `dist.new_group` names groups by how
+    many a rank is in, so ranks in different numbers of groups would wait for each other.
 
     Raises:
-        RuntimeError: a rank did not come, or gloo can't connect the ranks.
+        RuntimeError: a rank did not arrive, or gloo can't connect the ranks.
     """
     cache = _cache.current()
     try:
@@ -61,17 +60,17 @@ def all_gather(ranks: Ranks, tensor: Tensor) -> Tensor:
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} have to call step() together, but one of them didn't within "
-            f"{world_timeout()}, or failed meanwhile, or has consistency_check='off', or 'plan' "
-            f"and options that were changed on other ranks only: {error}"
+            f"{world_timeout()}, or failed, or has consistency_check='off', or has 'plan' while "
+            f"options were changed on other ranks only: {error}"
         ) from error
 
 
 def _gather(tensor: Tensor, groups: dict[int, Any], size: int) -> Tensor:
-    """Gathers tensors over a tree of groups, which `_connect` has made of ``size`` ranks.
+    """Gathers tensors over a tree of groups that `_connect` made for ``size`` ranks.
 
-    On the way up the ranks of each group exchange what they have gathered; on the way down the
-    first rank of each group sends the others what all have. No variable holds a group: in the
-    traceback of an error it would keep the group open.
+    On the way up, the ranks of each group exchange what they have gathered; on the way down, the
+    first rank of each group sends the others everything. No variable refers to a group, because the
+    traceback of an error would then keep the group open.
     """
     gathered = tensor[None]  # (distance, *shape)
     for distance in groups:
@@ -91,8 +90,8 @@ def _gather(tensor: Tensor, groups: dict[int, Any], size: int) -> Tensor:
 
 
 def _connect(ranks: Ranks) -> dict[int, Any]:
-    """This rank's gloo groups, by the distance of their members: eight consecutive ranks, the first
-    ranks of eight such groups, and so on, up to the group that connects all."""
+    """Makes this rank's gloo groups, by the distance of their members: eight consecutive ranks, the
+    first ranks of eight such groups, and so on, up to the group that connects all."""
     size, index = len(ranks), ranks.index(dist.get_rank())
     store, options = _meet(ranks, index)
     groups: dict[int, Any] = {}
@@ -113,17 +112,17 @@ def _connect(ranks: Ranks) -> dict[int, Any]:
             raise
         raise NoConnection(
             f"ranks {list(ranks)} have all come to step(), but rank {ranks[index]} could not "
-            f"connect with them, or one of them ended meanwhile: {_ROUTE}: {error}"
+            f"connect with them, or one of them ended: {_ROUTE}: {error}"
         ) from error
     return groups
 
 
 def _meet(ranks: Ranks, index: int) -> tuple[Any, Any]:
-    """Waits until all ``ranks`` have come. Returns their store, and options for gloo groups.
+    """Waits until all ``ranks`` have arrived. Returns their store, and options for gloo groups.
 
-    If gloo has no interface on one of them, all raise. The store may have addresses of earlier
-    groups of the same name, so the first rank draws a name, and deletes it once all have come, or
-    one did not. Groups share one device, since each listens on a socket.
+    If gloo has no interface on one rank, all raise. The store may have addresses of earlier groups
+    of the same name, so the first rank draws a random name, and deletes it once all have arrived or
+    one is late. Groups share one gloo device, since each device listens on a socket.
     """
     world_store, timeout = dist.distributed_c10d._get_default_store(), world_timeout()
     key, problem = f"optimizer-agreement/{key_of_ranks(ranks)}", _NO_PROBLEM

@@ -1,4 +1,4 @@
-"""Converts DTensors to plain data and back, so that planning knows no meshes and placements."""
+"""Converts DTensors to plain data and back, so that planning needs no meshes or placements."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def is_dtensor(tensor: Optional[Tensor]) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, or a plain tensor, detached: a new tensor on its storage.
 
-    To be called under ``no_grad``: a DTensor's own ``detach`` costs a dispatch of 100 µs.
+    Call it under ``no_grad``: a DTensor's own ``detach`` costs a dispatch of 100 µs.
     """
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
 def raw_local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, or the plain tensor itself; only to be read.
+    """This rank's shard of a DTensor, or the plain tensor itself; read-only.
 
-    It makes no new tensor object, so it costs a step less than `local`.
+    Cheaper than `local`, since it makes no new tensor object.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def raw_locals(tensors: Iterable[Any]) -> list[Any]:
-    """`raw_local` of each tensor; anything else stays as it is."""
+    """`raw_local` of each tensor; other objects are returned unchanged."""
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Where this rank's elements of tensors lie in memory."""
+    """The addresses of this rank's elements of tensors."""
     return [tensor.data_ptr() for tensor in raw_locals(tensors)]
 
 
 def lacks_memory(tensor: Tensor) -> bool:
-    """Whether the storage of this rank's elements was freed, as FSDP2 frees whole parameters."""
+    """True if the storage of this rank's elements was freed, as FSDP2 frees whole parameters."""
     held = raw_local(tensor)
     return held.untyped_storage().nbytes() == 0 and held.numel() > 0
 
@@ -89,20 +89,20 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """The dtype that holds a parameter's gradients, also where there is none on this rank.
+    """The dtype of a parameter's gradients, even if it has none on this rank.
 
-    A parameter whose ``grad_dtype`` is None takes gradients of any dtype. They count as fp32, or as
-    the parameter's dtype if that is wider: so all ranks know the dtype before any gradient, and the
-    zeros of torch.distributed.checkpoint do not decide it.
+    A parameter whose ``grad_dtype`` is None accepts gradients of any dtype. They count as fp32, or
+    as the parameter's dtype if that is wider. So all ranks know the dtype before any gradient, and
+    it does not depend on the zeros that torch.distributed.checkpoint sets.
     """
-    if not param.is_leaf:  # torch raises for tensors that are no leaves
+    if not param.is_leaf:  # torch raises for non-leaf tensors
         return param.dtype
     dtype = getattr(param, "grad_dtype", param.dtype)
     return torch.promote_types(param.dtype, torch.float32) if dtype is None else dtype
 
 
 def facts_of(params: Sequence[Any]) -> list[tuple]:
-    """What a plan depends on of each parameter, comparable; in one call, since every step asks."""
+    """For each parameter, the facts that a plan depends on, comparable; every step calls this."""
     strided = torch.strided
     return [
         (
@@ -112,7 +112,7 @@ def facts_of(params: Sequence[Any]) -> list[tuple]:
             p.requires_grad,
             getattr(p, "grad_dtype", p.dtype) if p.is_leaf else p.dtype,
             p.device,
-            # A DTensor's specification says strides, mesh and placements.
+            # A DTensor's spec has strides, mesh and placements.
             p._spec if isinstance(p, DTensor) else p.stride() if p.layout is strided else p.layout,
         )
         for p in params
@@ -120,11 +120,11 @@ def facts_of(params: Sequence[Any]) -> list[tuple]:
 
 
 def check_placements(tensor: Tensor) -> None:
-    """Refuses DTensors whose local shards don't follow from their placements.
+    """Rejects DTensors whose local shards don't follow from their placements.
 
     Raises:
-        ValueError: no process group, or none for its device; a placement other than Shard and
-            Replicate; strided shards that are no intervals; an order of shards of its own.
+        ValueError: no process group, or none for the device; a placement other than Shard and
+            Replicate; strided shards that aren't intervals; shards in another order than the mesh.
     """
     if not is_dtensor(tensor):
         return
@@ -158,7 +158,7 @@ def check_placements(tensor: Tensor) -> None:
 
 
 def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequence) -> None:
-    """Refuses strided shards unless every local shard is one interval of the dimension."""
+    """Rejects strided shards unless every local shard is one interval of the dimension."""
     for index, placement in enumerate(placements):
         if not isinstance(placement, _StridedShard):
             continue
@@ -171,16 +171,16 @@ def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequen
         if sum(size > 1 for size in shards) > 2 and shape[dim] % count:
             raise ValueError(
                 f"has {shape[dim]} indices in dimension {dim}, which {count} shards of three mesh "
-                f"dimensions cut unevenly ({list(placements)}); make it a multiple"
+                f"dimensions cut unevenly ({list(placements)}); make it a multiple of {count}"
             )
 
 
 def unusual_shard_order(tensor: Tensor) -> Optional[tuple[int, tuple[int, ...]]]:
-    """A dimension of a DTensor that mesh dimensions cut in another order than the mesh has them,
-    and that order; None if there is none.
+    """A dimension of a DTensor that mesh dimensions cut in another order than that of the mesh, and
+    that order; None if there is none.
 
-    torch keeps the order apart from placements. Strided shards say it themselves: for these torch
-    2.10 derives an order, and later releases have none.
+    torch stores the order apart from placements. Strided shards imply theirs: for these torch 2.10
+    derives an order, and later releases have none.
     """
     if not isinstance(tensor, DTensor):
         return None
@@ -195,7 +195,7 @@ def unusual_shard_order(tensor: Tensor) -> Optional[tuple[int, tuple[int, ...]]]
 
 
 def describe(tensor: Tensor) -> str:
-    """Placement for messages and tables: ``plain``, or ``[Shard(0)] on (dp=4)``."""
+    """The placement for messages and tables: ``plain``, or ``[Shard(0)] on (dp=4)``."""
     if not is_dtensor(tensor):
         return "plain"
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -216,8 +216,8 @@ def mesh_placements_of(tensor: Tensor) -> Optional[tuple]:
 
 
 def is_placed(tensor: Tensor, mesh_placements: Optional[tuple]) -> bool:
-    """Whether a DTensor has a mesh and placements, and no order of shards of its own; or, for None,
-    whether it is a plain tensor."""
+    """True if a DTensor has this mesh and placements, and shards in the order of the mesh; for
+    None, True if it is a plain tensor."""
     return mesh_placements_of(tensor) == mesh_placements and unusual_shard_order(tensor) is None
 
 
@@ -228,7 +228,7 @@ def ranks_of(tensor: Tensor) -> Optional[tuple[int, ...]]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether other ranks hold parts of the tensor that this one lacks."""
+    """True if other ranks hold parts of the tensor that this rank lacks."""
     if not is_dtensor(tensor):
         return False
     return any(
@@ -259,7 +259,7 @@ def _sharding(mesh: Any, placements: tuple) -> Sharding:
 
 
 def expert_placements_of(param: Tensor, experts: int) -> Optional[tuple]:
-    """Mesh and placements of a DTensor, if only its first ``experts`` dimensions were cut."""
+    """Mesh and placements that a DTensor has if only its first ``experts`` dimensions are cut."""
     if not is_dtensor(param):
         return None
     placements = (
@@ -272,7 +272,7 @@ def expert_placements_of(param: Tensor, experts: int) -> Optional[tuple]:
 def state_placements_of(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
     """Mesh and placements of state that replicas of a plain parameter divide by rows.
 
-    None for a DTensor, or if there are no replicas.
+    None for a DTensor, or without replicas.
     """
     if replicas is None or is_dtensor(param):
         return None
@@ -280,8 +280,8 @@ def state_placements_of(param: Tensor, replicas: Optional[Replicas]) -> Optional
 
 
 def shard_tensor(tensor: Tensor, mesh_placements: tuple) -> Tensor:
-    """Makes a DTensor of a plain tensor that all ranks have; copies this rank's shard on the
-    tensor's device, and sends nothing."""
+    """Makes a DTensor from a plain tensor that all ranks have. Copies this rank's shard on the
+    tensor's device, without communication."""
     region = _sharding(*mesh_placements).region(tensor.shape, dist.get_rank())
     shard = tensor.detach()[slices(region)].clone(memory_format=torch.contiguous_format)
     return dtensor_of(shard, mesh_placements, tensor.shape, contiguous_stride(tensor.shape))
@@ -291,16 +291,16 @@ def local_shape(shape: Sequence[int], mesh_placements: tuple) -> tuple[int, ...]
     """Shape of this rank's shard of a DTensor of ``shape``."""
     sharding, rank = _sharding(*mesh_placements), dist.get_rank()
     if rank not in sharding.ranks:
-        return (0,)  # what torch gives ranks that are not in the mesh
+        return (0,)  # as torch has it on ranks outside the mesh
     return shape_of(sharding.region(shape, rank))
 
 
 def dtensor_of(
     local_tensor: Tensor, mesh_placements: tuple, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    """Makes a DTensor of ``shape`` and ``stride`` around this rank's shard, which is not copied.
+    """Wraps this rank's shard in a DTensor of ``shape`` and ``stride``, without a copy.
 
-    The shard may lie on another device than the mesh's: `DTensor.from_local` would copy a shard in
+    The shard may be on another device than the mesh: `DTensor.from_local` would copy a shard in
     host memory to the mesh's accelerator.
     """
     mesh, placements = mesh_placements
@@ -310,7 +310,7 @@ def dtensor_of(
 
 
 def gathered(local_tensor: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor, of whose parts, placed as ``like`` is, each rank passes its own."""
+    """Gathers the whole tensor from each rank's local part, placed as ``like`` is."""
     mesh_placements = mesh_placements_of(like)
     if mesh_placements is None:
         return local_tensor
@@ -319,12 +319,12 @@ def gathered(local_tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as torch has them, also for tensors without elements."""
+    """Strides of a contiguous tensor; as in torch, also for tensors without elements."""
     sizes = [max(1, size) for size in shape]
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill an interval of memory, in any order of dimensions."""
+    """True if the elements fill an interval of memory, in any order of dimensions."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.numel() in (0, last + 1)

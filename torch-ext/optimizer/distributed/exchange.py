@@ -1,9 +1,9 @@
-"""Sends the owners their input of a chunk by an all-to-all, and sends updates back by another.
+"""Sends the owners of a chunk their input with one all-to-all, and their updates back with another.
 
-An exchange is made for one chunk in one step, and holds its buffers, all of the wire's dtype. One
-call starts a collective, and a later call waits for it. On accelerators the current stream waits,
-not the host, and all later work is on that stream. So a buffer may be used again once the scratch
-has it back. What a buffer holds, and which of them a chunk needs::
+An exchange serves one chunk in one step, and holds its buffers, all in the wire's dtype. One call
+starts a collective, and a later call waits for it. On accelerators the current stream waits, not
+the host, and all later work is on that stream. So a buffer may be used again once the scratch has
+it back. The contents of the buffers, and the buffers that a chunk needs::
 
                      inputs       gathered      scattered     updates
     holds            this rank's  the owner's   the owner's   this rank's
@@ -12,10 +12,10 @@ has it back. What a buffer holds, and which of them a chunk needs::
     by slots         yes          yes           –             yes
     else             yes          yes           yes           yes
 
-In place, each rank gets back the update of what it has sent (FSDP2, tensor parallelism). By slots,
-all ranks get all updates (DDP, ZeRO-2), by an all-gather or by broadcasts of slots.
+In place, each rank gets back the update of the elements it sent (FSDP2, tensor parallelism). By
+slots, all ranks get all updates (DDP, ZeRO-2), through an all-gather or broadcasts of slots.
 
-Mean squares of updates travel in a side buffer, in fp32, so that they are the same on every layout.
+Mean squares of updates travel in a side buffer, in fp32, so that they are equal on every layout.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Exchange:
     """Carries the input of orthogonalization to the owners of one chunk, and their updates back.
 
     Args:
-        chunk, lane: what travels.
-        process_group: that of the lane's peers; None if this rank is alone.
-        scratch: what buffers are taken from.
+        chunk, lane: the chunk to exchange, and its lane.
+        process_group: process group of the lane's peers; None if this rank is alone.
+        scratch: provides the buffers.
 
     Attributes:
         inputs: the input of orthogonalization of this rank's pieces.
-        updates: the updates of this rank's pieces, once `finish_scatter` was called.
+        updates: the updates of this rank's pieces, after `finish_scatter`.
         moments: mean squares of the updates of all peers; None without a second moment.
     """
 
@@ -60,7 +60,7 @@ class Exchange:
         self._works: list[Any] = []
 
     def start_gather(self) -> None:
-        """Starts to send the owners their input."""
+        """Starts to send the input to the owners."""
         if self._is_local:
             return
         kept = self.chunk.gather.kept
@@ -68,7 +68,7 @@ class Exchange:
         self._start(self.inputs[kept:], self._gathered, self.chunk.gather)
 
     def finish_gather(self) -> None:
-        """Waits for the input of what this rank owns, and takes buffers for updates."""
+        """Waits for the input of the units that this rank owns, and takes buffers for updates."""
         self._wait()
         chunk, scatter = self.chunk, self.chunk.scatter
         if not chunk.in_place:
@@ -80,7 +80,7 @@ class Exchange:
             self.moments = self._scratch.take(numbers, torch.float32, self.lane.device)
 
     def assemble(self, batch: Batch) -> Tensor:
-        """Puts the units of a batch together, (n, *shape of each); they may be overwritten."""
+        """Assembles the units of a batch, (n, *shape of each); callers may overwrite them."""
         if self._is_local:
             return self._own(self.inputs, batch.gathered[0], batch)
         assert self._gathered is not None
@@ -96,7 +96,7 @@ class Exchange:
         return X
 
     def stage(self, U: Tensor, batch: Batch) -> None:
-        """Copies the updates of a batch, (n, *shape of each unit), to where they are sent from."""
+        """Copies the updates of a batch, (n, *shape of a unit), into the buffer to be sent."""
         if self._is_local:
             self._own(self.updates, batch.scattered[0], batch)[: len(U)].copy_(U)
             return
@@ -111,12 +111,11 @@ class Exchange:
             copy_parts(sources, targets)
 
     def _own(self, buffer: Tensor, part: PeerPart, batch: Batch) -> Tensor:
-        """The units of a batch in a buffer, where no other rank has parts of them."""
+        """The units of a batch in a buffer, if no other rank has parts of them."""
         return buffer[part.start :][: math.prod(batch.shape)].view(batch.shape)
 
     def stage_moments(self, squares: Tensor, batch: Batch) -> None:
-        """Copies the mean squares of a batch's updates, of any shape, to where they are sent
-        from."""
+        """Copies the mean squares of a batch's updates, of any shape, into the side buffer."""
         assert self.moments is not None
         self.moments[batch.moments_start :][: squares.numel()].copy_(squares.flatten())
 

@@ -1,4 +1,4 @@
-"""Decides whether replicas of shards (HSDP) share the work or each do all of it.
+"""Decides whether replicas of shards (HSDP) share the work, or each does all of it.
 
 ``redundant``: each replica orthogonalizes every matrix; nothing travels between replicas.
 ``spread``: each matrix has one owner among all replicas, which gathers it within its own replica
@@ -16,16 +16,16 @@ from .units import Entry
 
 MODES = ("auto", "spread", "redundant")
 
-# FLOPs that a rank does in the time in which it sends a byte to another replica. Accelerators: 400
-# TFLOP/s and 33 GB/s, what a host of eight H100s reaches, whose replicas are on different hosts.
+# FLOPs that a rank does in the time that it takes to send a byte to another replica. Accelerators:
+# 400 TFLOP/s and 33 GB/s, as a host of eight H100s reaches with replicas on different hosts.
 FLOPS_PER_BYTE = {"cpu": 400}
 DEFAULT_FLOPS_PER_BYTE = 12_000
 
 
 def share_work(entries: Sequence[Entry], rank: int, mode: str) -> list[Entry]:
-    """The entries, with ``spread`` set on those whose replicas share the work.
+    """Returns the entries, with ``spread`` set on those whose replicas share the work.
 
-    Entries with the same holders get the same ``spread``, on all of their holders.
+    Entries with the same holders get the same ``spread``, on all of these ranks.
 
     Args:
         entries: all Muon parameters.
@@ -47,17 +47,17 @@ def share_work(entries: Sequence[Entry], rank: int, mode: str) -> list[Entry]:
 
 
 def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
-    """Whether the arithmetic that a rank saves takes longer than sending updates to replicas.
+    """True if the arithmetic that a rank saves takes longer than sending updates to replicas.
 
-    A rank does its share of the FLOPs of a replica, or of all replicas, but at least those of the
-    costliest matrix. If work is shared, it sends each update that it makes to all other replicas.
+    A rank does its share of one replica's FLOPs (of all replicas' if they share the work), at least
+    those of the costliest matrix. If they share, it sends its updates to all other replicas.
 
     Args:
-        entries: those with the same holders.
+        entries: entries with the same holders.
         rank: one of the holders.
     """
     holders = len(entries[0].holders(rank))
-    # FLOPs of a rank, of one that shares the work, of a matrix, and bytes to others.
+    # FLOPs of a rank alone, of a rank that shares, and of the costliest matrix; bytes to others.
     alone = shared = costliest = sent = 0.0
     for entry in entries:
         shards, m = len(entry.holders(rank, replicas=False)), entry.matrices
@@ -69,7 +69,7 @@ def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
             costliest = max(costliest, cost)
             nbytes = matrices * block.rows * block.cols * entry.wire.itemsize
             sent += nbytes * (holders // shards - 1) / holders
-    # Eight ranks share a host, in which bytes travel ten times as fast.
+    # Up to eight ranks share a host, where bytes travel ten times as fast.
     default = DEFAULT_FLOPS_PER_BYTE / (10 if holders <= 8 else 1)
     per_byte = FLOPS_PER_BYTE.get(entries[0].device.type, default)
     return max(alone, costliest) - max(shared, costliest) > sent * per_byte

@@ -1,10 +1,9 @@
-"""Decides who orthogonalizes which matrix, and which matrices travel in one chunk.
+"""Decides which rank orthogonalizes which matrix, and which matrices travel in one chunk.
 
-Matrices are given away one by one, the costliest first, each to the rank with the least work so far
-(longest processing time first). So after each of them all ranks have about as much work, and any
-stretch of that list has work for all of them: a chunk is such a stretch, but small matrices fill
-gaps in the chunks before. Ranks meet in every chunk, and wait there for the one with the most to
-do.
+Matrices are assigned one by one, the costliest first, each to the rank with the least work so far
+(longest processing time first). So at any time all ranks have about the same work, and every
+stretch of the list has work for all of them. A chunk is such a stretch, except that small matrices
+fill gaps in earlier chunks. Ranks meet in every chunk, and wait for the one with the most work.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class Candidate(NamedTuple):
     """A unit that needs an owner.
 
     Args:
-        unit: which.
+        unit: the unit.
         holders: the peers that hold parts of it; only these may own it.
-        flops: to orthogonalize it.
-        elements: that its owner gathers.
-        home: the peer that alone has its momentum, if one has.
+        flops: FLOPs to orthogonalize it.
+        elements: elements that its owner gathers.
+        home: the peer that alone has its momentum; None if there is none.
     """
 
     unit: Unit
@@ -39,19 +38,19 @@ Owned = tuple[Candidate, int]  # a unit, and the peer that owns it
 
 
 def give_away(candidates: Sequence[Candidate], loads: list[int]) -> list[Owned]:
-    """Chooses owners: the units in the order in which they are given away, each with its owner.
+    """Chooses owners; returns the units in the order of assignment, each with its owner.
 
-    Of several peers with the least work, the one with the fewest elements gets a unit. A peer that
-    alone has the momentum of a unit owns it if its load stays within a fair share.
+    If several peers have the least work, the one with the fewest elements gets the unit. A peer
+    that alone has the momentum of a unit owns it if its load stays within a fair share.
 
     Args:
-        candidates: of one lane.
-        loads: FLOPs of each peer so far; those of the units are added.
+        candidates: the candidates of one lane.
+        loads: FLOPs of each peer so far; the FLOPs of the units are added.
     """
-    turns: Counter[tuple[int, int]] = Counter()  # of units of one cost with one home, how many
+    turns: Counter[tuple[int, int]] = Counter()  # units so far, by cost and home
 
     def order(candidate: Candidate) -> tuple[int, int]:
-        """The costliest first; of equals, those with different homes in turn."""
+        """The costliest first; units of equal cost alternate between homes."""
         if candidate.home is None:
             return -candidate.flops, 0
         turns[candidate.flops, candidate.home] += 1
@@ -79,10 +78,10 @@ def give_away(candidates: Sequence[Candidate], loads: list[int]) -> list[Owned]:
     return owned
 
 
-# How many of the last chunks that have ended a unit may join; to search all would take long.
+# How many of the last complete chunks a unit may join; a search through all would take long.
 LOOK_BACK = 4
 
-# A chunk that has ended: its units, and the elements and FLOPs that it has room for, by owner.
+# A complete chunk: its units, and the elements and FLOPs that it has room for, by owner.
 Ended = tuple[dict[int, list[Unit]], dict[int, tuple[int, int]]]
 
 
@@ -92,22 +91,22 @@ def into_chunks(
     most_shared: Optional[int] = None,
     most_matrices: Optional[int] = None,
 ) -> list[dict[int, list[Unit]]]:
-    """Cuts the list of `give_away` into chunks; of each the units by owner, in order of owners.
+    """Cuts the list of `give_away` into chunks, each a mapping from sorted owners to units.
 
-    An owner gathers more than ``most`` elements only as long as it has no more to gather, and no
-    more to do, than with the largest and with the costliest unit of the chunk: beside an owner of
-    one large matrix, others own several small ones.
+    An owner may gather more than ``most`` elements if it gathers no more than the largest unit of
+    the chunk has, and does no more than the costliest unit takes: while one owner has a large
+    matrix, others may have several small ones.
 
     A unit that would begin a chunk joins an earlier one instead if its owner gathers less there
-    than owners do on average, and does less than the costliest unit takes. Otherwise small matrices
-    that only a few owners get would fill chunks in which all others wait. Chunks with one of the
-    other bounds have no such room.
+    than the average owner, and does less than the costliest unit takes. Otherwise small matrices of
+    only a few owners would fill chunks in which all others wait. Chunks limited by ``most_shared``
+    or ``most_matrices`` have no such room.
 
     Args:
         owned: as `give_away` returns it.
         most: elements that an owner gathers in a chunk, unless one unit has more.
-        most_shared: elements that all owners together gather in it; None without a bound.
-        most_matrices: of an owner; None without a bound.
+        most_shared: elements that all owners together gather in a chunk; None for no limit.
+        most_matrices: matrices of an owner in a chunk; None for no limit.
     """
     chunks: list[dict[int, list[Unit]]] = []
     ended: list[Ended] = []
@@ -141,7 +140,7 @@ def into_chunks(
 
 
 def _joins(candidate: Candidate, owner: int, ended: Sequence[Ended]) -> bool:
-    """Adds a unit to the first of these chunks in which its owner has room, if there is one."""
+    """Adds a unit to the first chunk in which its owner has room; returns False if none has."""
     for units, room in ended:
         elements, flops = room.get(owner, (-1, -1))
         if candidate.elements <= elements and candidate.flops <= flops:

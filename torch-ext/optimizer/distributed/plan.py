@@ -1,8 +1,8 @@
-"""Decides who owns which matrix and what travels where, chunk by chunk: a plan, as pure data.
+"""Decides which rank owns which matrix and what travels where, chunk by chunk: a plan is pure data.
 
-A plan is made for one rank, from facts that it shares with the others; no process group is needed.
-The ranks that hold parts of a matrix gather it on one of them, its owner, which scatters the update
-to them. All peers compute the same owners and chunks, and each lays the chunks out in its buffers.
+A plan is made for one rank, from facts that all ranks share; it needs no process group. The ranks
+that hold parts of a matrix gather it on one of them, its owner, which scatters the update to them.
+All peers compute the same owners and chunks, and each lays out the chunks in its own buffers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Lane(Channel):
     """Chunks that the same ranks exchange in the same format.
 
     Args:
-        chunks: in order.
-        in_flight: how many chunks may be under way at once.
-        units: of each chunk, each with its owner, the number of a peer; equal on all peers.
-        digest: a hash of the units and their owners, equal on all peers.
+        chunks: the chunks, in order.
+        in_flight: the most chunks in flight at once.
+        units: the units of each chunk with their owners, indices in ``peers``; equal on all peers.
+        digest: a hash of the units and their owners; equal on all peers.
     """
 
     chunks: tuple[Chunk, ...]
@@ -56,11 +56,11 @@ class Plan:
     Args:
         rank: global rank that the plan is for.
         entries: Muon's parameters; units refer to them by number.
-        lanes: those with traffic, in the order in which all ranks go through them.
-        local_lanes: those without traffic. Their units stay in the plan if they have no gradient;
-            the step passes over them.
-        whole_on_peers: the units that one other rank among this rank's peers holds alone, each with
-            the global number of that rank; for summaries.
+        lanes: lanes with traffic, in the order in which all ranks go through them.
+        local_lanes: lanes without traffic. Units without a gradient stay in them; the step skips
+            these units.
+        whole_on_peers: for summaries, the units that another of this rank's peers holds alone, each
+            with the global rank of that peer.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Plan:
         return batch.matrix_count * self.entries[unit.entry].cost(unit.block)
 
 
-# How many plans a planner keeps, one for each set of absent entries; and how many lists of lanes.
+# How many plans, one for each set of absent entries, and how many lists of lanes a planner keeps.
 MOST_PLANS = 8
 
 EMPTY_PLAN = Plan(0, (), (), ())
@@ -89,19 +89,19 @@ UnitHolders = tuple[Unit, tuple[int, ...]]  # a unit, and the peers that hold pa
 
 
 def ranks_sort_key(ranks: tuple[int, ...]) -> tuple:
-    """Sorts sets of ranks into the order in which all ranks go through their exchanges."""
+    """Sort key of the order in which all ranks go through exchanges with sets of ranks."""
     return (-len(ranks), ranks)
 
 
 def _evict(cache: dict) -> None:
-    """Clears a cache that is full: if absent entries always change, old plans are of no use."""
+    """Clears a full cache: if absent entries change all the time, old plans are useless."""
     if len(cache) >= MOST_PLANS:
         cache.clear()
 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Turns garbage collection off, which finds nothing in planning and would double its time."""
+    """Turns off garbage collection, which finds nothing in planning and would double its time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -117,7 +117,7 @@ class Planner:
     Args:
         entries: Muon's parameters, in one order on all ranks.
         rank: global rank.
-        has_lanes: False for a plan that says which entries there are, and nothing of what to do.
+        has_lanes: False for a plan that only lists its entries.
         limits: fields of `Limits`.
     """
 
@@ -133,7 +133,7 @@ class Planner:
         self.rank = rank
         self.limits = Limits(**limits)
         self.units: dict[Channel, list[UnitHolders]] = defaultdict(list)
-        # By peers: entry, holder and FLOPs of the units that one of the peers holds whole.
+        # By peers: entry, holder and FLOPs of each unit that one of the peers holds whole.
         self.whole_flops: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
         self.whole_on_peers: list[tuple[Unit, int]] = []
         self.matrix_flops: dict[tuple, int] = {}  # by entry, rows and columns
@@ -143,7 +143,7 @@ class Planner:
             for number, entry in enumerate(self.entries if has_lanes else ()):
                 self._add(number, entry)
         # By peers: channels, and numbers of the entries that they exchange. All ranks go through
-        # channels in this order; in different orders two ranks could block each other.
+        # channels in this order: with different orders, two ranks could block each other.
         self.channels: dict[tuple[int, ...], list[Channel]] = defaultdict(list)
         self.exchanged: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for channel in sorted(
@@ -159,13 +159,13 @@ class Planner:
         self.plans: dict[frozenset[int], Plan] = {}  # by which entries are absent
 
     def plan(self, absent: frozenset[int] = frozenset()) -> Plan:
-        """The plan of a step in which some entries take no part.
+        """Returns the plan for a given set of missing gradients.
 
-        Only lanes that exchange absent entries are made anew. Units of absent entries that are
+        Only lanes that exchange absent entries are planned again. Units of absent entries that are
         whole on this rank stay in the plan.
 
         Args:
-            absent: numbers of these entries, alike on all ranks that share them.
+            absent: numbers of the entries without a gradient, equal on all ranks that share them.
         """
         absent &= self.all_exchanged
         if absent not in self.plans:
@@ -187,7 +187,7 @@ class Planner:
         if not peers:
             return
         # Local units keep a wire of 32 or 64 bits, so that they are rounded as on layouts with
-        # traffic. In place of a wire of 16 bits they have opmath, which rounds nothing.
+        # traffic. Instead of a wire of 16 bits they use opmath, which rounds nothing.
         local_wire = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
         formats = (entry.opmath, entry.device)
         local = exchanged = self.units[Channel((self.rank,), 0, local_wire, *formats)]
@@ -196,7 +196,7 @@ class Planner:
             channel = Channel(peers, this_peer, entry.wire, *formats)
             exchanged = self.units[channel]
         for unit, holders in self._units(number, entry, peers):
-            # Every peer keeps the second moment, so owners send it mean squares in any case.
+            # Every peer stores the second moment, so owners always send it mean squares.
             if len(holders) > 1 or (entry.second_moment and len(peers) > 1):
                 exchanged += [(piece, holders) for piece in self._divide(unit)]
                 continue
@@ -208,7 +208,7 @@ class Planner:
                 self.whole_on_peers.append((unit, peers[holder]))
 
     def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[UnitHolders]:
-        """Yields the units of an entry of which this rank and its peers hold parts."""
+        """Yields the units of an entry that this rank and its peers hold parts of."""
         m = entry.matrices
         experts = entry.region(self.rank)[: m.row_dim]
         if regions.numel(experts) * math.prod(m.shape[m.row_dim :]) == 0:
@@ -230,7 +230,7 @@ class Planner:
                 yield Unit(number, block, (*index, *box)), holders
 
     def _divide(self, unit: Unit) -> list[Unit]:
-        """A unit in pieces that are small enough for one batch."""
+        """Divides a unit into pieces that are small enough for one batch."""
         limit = self.limits.matrices_per_batch(self.entries[unit.entry], unit.block)
         if unit.count <= limit:
             return [unit]
@@ -253,7 +253,7 @@ class Planner:
         return unit.count * self.matrix_flops[key]
 
     def _lanes(self, peers: tuple[int, ...], absent: frozenset[int]) -> list[Lane]:
-        """All lanes of these peers; their owners are chosen together, to balance loads of peers."""
+        """All lanes of these peers, whose owners are chosen together to balance the peers' work."""
         absent &= self.exchanged.get(peers, set())
         if (peers, absent) not in self.lanes:
             _evict(self.lanes)
@@ -270,7 +270,7 @@ class Planner:
         return self.lanes[peers, absent]
 
     def _lane(self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]) -> Lane:
-        """The lane of these units; adds what each peer owns to its load in ``loads``."""
+        """Makes the lane of these units; adds each owner's FLOPs to ``loads``."""
         candidates = [self._candidate(*pair) for pair in units]
         owned_in = into_chunks(give_away(candidates, loads), *self._chunk_limits(channel, units))
         digest, builder = hashlib.sha256(), ChunkBuilder(self.entries, channel, self.limits)
@@ -299,9 +299,9 @@ class Planner:
     def _chunk_limits(
         self, channel: Channel, units: Sequence[UnitHolders]
     ) -> tuple[int, Optional[int], Optional[int]]:
-        """The bounds of a chunk, as `into_chunks` takes them."""
+        """The bounds of a chunk, as `into_chunks` expects them."""
         matrices = self.limits.chunk_size if self.limits.chunk_size > 0 else None
-        if len(channel.peers) == 1:  # what is not gathered is orthogonalized batch by batch
+        if len(channel.peers) == 1:  # nothing is gathered: a chunk has the size of a batch
             nbytes = self.limits.batch_bytes(channel.device)
             return nbytes // channel.wire.itemsize, None, matrices
         elements = self.limits.chunk_bytes(channel.device) // channel.wire.itemsize

@@ -1,4 +1,4 @@
-"""Makes process groups of any ranks, when a lane needs one, and knows the default one."""
+"""Creates process groups of any ranks when a lane needs one, and finds the default group."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def world() -> Any:
     """The default process group.
 
     Raises:
-        ValueError: there is none.
+        ValueError: torch.distributed isn't initialized.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "torch.distributed has no initialized process group: call init_process_group() first, "
-            "or use MuonAdamW on one process"
+            "or use MuonAdamW in a single process"
         )
     return dist.group.WORLD
 
@@ -38,10 +38,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function]:
     """Decorates a function whose ``argument`` is a process group, or None for no group.
 
-    Before ``init_process_group``, ``torch.distributed.group.WORLD`` is None, and would be taken for
-    no group. So the function refuses a None that a caller passes, if torchrun has started ranks but
-    no process group is initialized. A caller may pass None on one process, and may always leave the
-    argument out.
+    Before ``init_process_group``, ``torch.distributed.group.WORLD`` is None and would mean no
+    group. So if torchrun has started ranks but no process group is initialized, the function raises
+    ValueError for an explicit None. Callers may pass None in a single process, and may always omit
+    the argument.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -53,8 +53,8 @@ def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function
                 if argument in passed and passed[argument] is None:
                     raise ValueError(
                         f"{argument} is None, as torch.distributed.group.WORLD is before "
-                        "init_process_group(), and torchrun has started ranks: call "
-                        f"init_process_group() first, or leave {argument} out"
+                        "init_process_group(), but torchrun has started ranks: call "
+                        f"init_process_group() first, or omit {argument}"
                     )
             return function(*args, **kwargs)
 
@@ -64,15 +64,15 @@ def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function
 
 
 class GroupCache(dict[tuple[int, ...], Any]):
-    """Process groups, or what is made of them, by their ranks; all optimizers share a cache.
+    """Process groups, or objects made from them, by their ranks; all optimizers share a cache.
 
-    Its content is valid as long as the default process group lives.
+    The cache is valid for the lifetime of the default process group.
     """
 
     _world: Callable[[], Any] = staticmethod(lambda: None)
 
     def current(self) -> GroupCache:
-        """This cache, emptied if the default process group is another one than before."""
+        """Returns this cache, emptied if the default process group was replaced."""
         if self._world() is not dist.group.WORLD:
             self.clear()
             self._world = weakref.ref(dist.group.WORLD)
@@ -80,8 +80,8 @@ class GroupCache(dict[tuple[int, ...], Any]):
 
 
 def world_timeout(*device_types: str) -> timedelta:
-    """The timeout of the default process group: that of its backend for the first of these device
-    types that has one; torch's default if none has."""
+    """The timeout of the default process group: its backend's for the first of these device types
+    that has one, else torch's default."""
     world: Any = dist.group.WORLD
     for device_type in device_types or ("cpu", "cuda", "xpu"):
         try:
@@ -92,7 +92,7 @@ def world_timeout(*device_types: str) -> timedelta:
 
 
 def key_of_ranks(ranks: Sequence[int]) -> str:
-    """A short name for a set of ranks, for keys of a store: a list of all ranks could be long."""
+    """A short name of a set of ranks for keys of a store, since a list of ranks may be long."""
     return hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
 
 
@@ -100,12 +100,12 @@ _groups = GroupCache()
 
 
 def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
-    """A process group of ``ranks``, for a DTensor or for a tensor that replicas hold.
+    """Returns a process group of ``ranks``, for a DTensor or for a tensor that replicas hold.
 
-    This is a group of the DTensor's mesh, that of the replicas, or the default one, if one of them
-    has these ranks, else a new one. All of ``ranks`` make this call at the same place of their
-    programs; no other rank takes part. `dist.new_group` would not do. Either all ranks of the world
-    have to call it, or it names a group by how many groups a rank is in already, so that ranks in
+    A group of the DTensor's mesh, the replicas' group or the default group is used if it has these
+    ranks; otherwise a new group is created. All of ``ranks``, and no others, must make this call at
+    the same point of their programs. `dist.new_group` does not work here: either all ranks of the
+    world have to call it, or it names a group by how many groups a rank is in already, and ranks in
     different numbers of groups wait for each other under different names.
     """
     if is_dtensor(tensor):
@@ -122,7 +122,7 @@ def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Repli
         world = c10d._get_default_group()
         backend, store = c10d._world.pg_map[world]
         timeout = world_timeout(device_type)
-        # With a bound device, all ranks of the world would have to take part.
+        # With a bound device, all ranks of the world would have to make this call.
         bound, world.bound_device_id = world.bound_device_id, None
         try:
             group_rank = ranks.index(dist.get_rank())

@@ -18,17 +18,17 @@ if dist.is_available():
     from torch.distributed.tensor import Shard
 
 
-# How far averaged gradients may differ between ranks, as backends may sum in another order on each.
+# The largest relative difference of averaged gradients: ranks may sum in different orders.
 GRADIENT_ROUNDING = 1e-3
 
-# A tensor with fewer elements is not divided: its state is too small to be worth it.
+# Tensors with fewer elements are not divided: their state is too small to be worth it.
 SMALL_NUMEL = 1024
 
 
 class Replicas:
     """A process group whose ranks hold the same plain parameters and divide their state by rows.
 
-    A deep copy is the object itself. A pickle has None in its place, since a process group belongs
+    A deep copy is the object itself. A pickle contains None instead, since a process group belongs
     to its process.
 
     Args:
@@ -59,7 +59,7 @@ class Replicas:
             dist.get_process_group_ranks(self.group)
         except (KeyError, ValueError):
             raise ValueError(
-                "process_group was destroyed: set optim.process_group to one that exists"
+                "process_group was destroyed: set optim.process_group to a group that exists"
             ) from None
 
     def state_mesh_placements(self, device_type: str) -> tuple:
@@ -71,16 +71,16 @@ class Replicas:
     def difference(
         self, params: Iterable[tuple[str, Tensor, Optional[Tensor]]], averaged: bool
     ) -> Optional[str]:
-        """Says which weights or gradients differ between ranks, or which state does not.
+        """Describes the first weight or gradient that differs between ranks, or state that doesn't.
 
-        All ranks get the same answer, None if there is nothing to say. Each rank has other rows of
-        state; if two have the same, both have loaded the shard that one rank has saved. The
+        All ranks get the same answer, None if all is well. Each rank should have different rows of
+        state; if two ranks have the same, both have loaded the shard that one rank saved. The
         comparison waits for the device, so it is made only before a first step.
 
         Args:
-            params: name, plain parameter and this rank's shard of its state, if there is any; on
-                all ranks the same parameters, with a gradient or without.
-            averaged: whether gradients should be equal already, up to the order of sums.
+            params: name, plain parameter and, if any, this rank's shard of its state; the same
+                parameters on all ranks, with or without a gradient.
+            averaged: True if gradients should be equal already, up to the order of sums.
         """
         by_device: dict[torch.device, list[tuple[str, Tensor, Optional[Tensor]]]] = {}
         for name, param, state in params:
@@ -93,26 +93,26 @@ class Replicas:
             for rank, index in (bits != bits[0]).nonzero().tolist():
                 return (
                     f"{names[index]} has other weights on rank {self.ranks[rank]} than on "
-                    f"rank {first}: let all ranks of process_group start from the same"
+                    f"rank {first}: start with the same weights on all ranks of process_group"
                 )
             sums = self._gather(_sum_of_rows(state).to(device) for _, _, state in on_device)
-            # Parameters whose rows differ, so that their sum tells them from other rows.
+            # Parameters whose rows differ, so that the checksum tells rows of ranks apart.
             indices = sums[0].nonzero().flatten().tolist()
             for rank, its_sums in zip(self.ranks[1:], sums[1:]):
                 if indices and torch.equal(its_sums[indices], sums[0, indices]):
                     return (
                         f"state of {names[indices[0]]} is that of the same rows on ranks "
-                        f"{first} and {rank}, and so is all other: they have loaded what one rank "
-                        "saved, its own part. Save by torch.distributed.checkpoint, or each rank a "
-                        "file. Where a trainer saves on one rank, leave process_group out: then "
-                        "each rank has whole state"
+                        f"{first} and {rank}, and so is all other state: both have loaded the part "
+                        "that one rank saved. Save with torch.distributed.checkpoint, or one file "
+                        "per rank. If a trainer saves on one rank only, leave process_group out: "
+                        "then each rank has the whole state"
                     )
             differ = (norms - norms[0]).abs() > GRADIENT_ROUNDING * norms.maximum(norms[0])
             for rank, index in differ.nonzero().tolist() if averaged else ():
                 return (
                     f"the gradient of {names[index]} on rank {self.ranks[rank]} is another "
-                    f"than on rank {first}: DistributedDataParallel averages them in "
-                    'backward, or step() does, with grad_reduce="mean"'
+                    f"than on rank {first}: average gradients in backward with "
+                    'DistributedDataParallel, or in step() with grad_reduce="mean"'
                 )
         return None
 
@@ -127,11 +127,11 @@ class Replicas:
         return self
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a pickle holds None in its place
+        return type(None), ()
 
 
 def is_divided(shape: Sequence[int], ranks: int) -> bool:
-    """Whether each rank updates rows of a tensor of AdamW's, rather than all of it."""
+    """True if each rank updates only its rows of one of AdamW's tensors."""
     return len(shape) > 0 and shape[0] >= ranks and math.prod(shape) >= SMALL_NUMEL
 
 

@@ -1,4 +1,4 @@
-"""Defines what a plan is made from: parameters as entries, matrices as units, their channels."""
+"""Defines what a plan is made of: parameters as entries, matrices as units, and channels."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Entry:
         group: number of its parameter group.
         index: its index in that group.
         matrices: how the whole tensor is read as matrices.
-        sharding: how its weights lie on a mesh; None if this rank shares them with no other rank.
-        dtype: of the parameter.
-        device: of its local tensor.
+        sharding: how its weights lie on a mesh; None if no other rank shares them.
+        dtype: dtype of the parameter.
+        device: device of its local tensor.
         wire: dtype in which momentum and updates travel.
         recipe: how its matrices are orthogonalized, which sets their cost.
-        second_moment: whether owners send mean squares of the update after it.
-        momentum_sharding: how its momentum lies if it lies otherwise than the weights: replicas of
-            weights may divide the momentum.
-        spread: whether each matrix has one owner among all replicas, not one in each replica.
+        second_moment: True if owners also send mean squares of the update.
+        momentum_sharding: how its momentum lies, if not as the weights do: replicas of weights may
+            divide the momentum.
+        spread: True if each matrix has one owner among all replicas, not one in each replica.
         adjust_lr: how updates are scaled, see `core.update_scale`.
     """
 
@@ -57,12 +57,12 @@ class Entry:
         return torch.promote_types(self.dtype, torch.float32)
 
     def region(self, rank: int) -> Region:
-        """The part of the stored tensor whose weights a rank holds."""
+        """The region of the stored tensor whose weights a rank holds."""
         shape = self.matrices.shape
         return regions.whole(shape) if self.sharding is None else self.sharding.region(shape, rank)
 
     def momentum_region(self, rank: int) -> Region:
-        """The part of the stored tensor whose momentum a rank holds."""
+        """The region of the stored tensor whose momentum a rank holds."""
         if self.momentum_sharding is None:
             return self.region(rank)
         return self.momentum_sharding.region(self.matrices.shape, rank)
@@ -77,12 +77,12 @@ class Entry:
         return box[0][0] // -(-self.matrices.shape[0] // len(self.momentum_sharding.ranks))
 
     def sends_momentum(self, rank: int, owner: int) -> bool:
-        """Whether a rank sends its momentum to an owner: only ranks of the owner's replica do."""
+        """True if a rank sends its momentum to an owner: only ranks of the owner's replica do."""
         sharding = self.momentum_sharding or self.sharding
         return sharding is None or sharding.replica(rank) == sharding.replica(owner)
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share the work on the matrices of which ``rank`` holds parts."""
+        """The ranks that share the work on the matrices that ``rank`` holds parts of."""
         return self.holders(rank, replicas=self.spread)
 
     def holders(self, rank: int, replicas: bool = True) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class Entry:
 
         Args:
             rank: global rank.
-            replicas: whether to include the ranks that hold replicas of these parts.
+            replicas: True to include the ranks that hold replicas of these parts.
         """
         if self.sharding is None:
             return (rank,)
@@ -98,16 +98,16 @@ class Entry:
         return self.sharding.peers(rank, dims, replicas)
 
     def replica_count(self, rank: int) -> int:
-        """How many of the `peers` hold each weight."""
+        """The number of `peers` that hold each weight."""
         return len(self.peers(rank)) // max(1, len(self.holders(rank, replicas=False)))
 
     @property
     def scatters_in_place(self) -> bool:
-        """Whether each rank gets back the update of just the elements that it has sent."""
+        """True if each rank gets back the update of exactly the elements that it sent."""
         return self.momentum_sharding is None and not self.spread
 
     def scale(self, block: Block) -> float:
-        """Factor on the update of a matrix."""
+        """The factor that scales the update of a matrix."""
         return update_scale(block.rows, block.cols, self.adjust_lr)
 
     def cost(self, block: Block) -> int:
@@ -121,8 +121,8 @@ class Unit:
 
     Args:
         entry: number of its entry.
-        block: the block that the matrices are of.
-        box: what the unit has of the block: some matrices with all of their rows and columns.
+        block: the block that contains the matrices.
+        box: the unit's region of the block: some matrices with all of their rows and columns.
     """
 
     entry: int
@@ -136,11 +136,11 @@ class Unit:
 
     @property
     def count(self) -> int:
-        """How many matrices."""
+        """Number of matrices."""
         return regions.numel(self.box[: self.block.row_axis])
 
     def parts(self, region: Region) -> list[Region]:
-        """What a region of the stored tensor has of the unit, as boxes of its block."""
+        """The parts of the unit in a region of the stored tensor, as boxes of its block."""
         shared = (regions.intersect(self.box, box) for box in self.block.boxes(region))
         return [box for box in shared if regions.numel(box)]
 
@@ -156,7 +156,7 @@ class Channel:
         this_peer: index of this rank in ``peers``.
         wire: dtype of the buffers.
         opmath: dtype of element-wise arithmetic.
-        device: of the local tensors.
+        device: device of the local tensors.
     """
 
     peers: tuple[int, ...]
@@ -171,21 +171,21 @@ class Channel:
         return self.peers[self.this_peer]
 
     def shares_all(self, entries: Iterable[Entry]) -> bool:
-        """Whether every peer gets all updates of these entries."""
+        """True if every peer gets all updates of these entries."""
         return all(entry.replica_count(self.rank) == len(self.peers) for entry in entries)
 
 
 def boxes_and_holders(
     m: Matrices, held: Sequence[Region]
 ) -> Iterator[tuple[Block, Region, tuple[int, ...]]]:
-    """Yields the units that each expert falls into.
+    """Yields the units that each expert is divided into.
 
-    A unit is given by its block, by its box without the axes of experts, and by the peers that hold
+    A unit is yielded as its block, its box without the axes of experts, and the peers that hold
     parts of it.
 
     Args:
         m: how the whole tensor is read as matrices.
-        held: what each peer holds of the tensor; all peers hold parts of the same experts.
+        held: the region of the tensor on each peer; all peers hold parts of the same experts.
     """
     for block in m.blocks:
         by_peer = [[box[m.row_dim :] for box in block.boxes(region)] for region in held]
@@ -199,7 +199,7 @@ def boxes_and_holders(
                 if any(regions.numel(regions.intersect(box, part)) for part in boxes)
             )
             if len(holders) == 1 and index and index[-1] and units[-1][1] == holders:
-                # Neighbours that the same peer holds whole are one unit.
+                # Neighbors that the same peer holds whole are one unit.
                 *outer, (first, _) = units.pop()[0][: len(index)]
                 box = (*outer, (first, index[-1] + 1), *whole)
             units.append((box, holders))

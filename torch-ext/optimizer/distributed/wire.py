@@ -1,4 +1,4 @@
-"""Decides the dtype in which momentum and updates travel, the wire's, and copies from and to it."""
+"""Chooses the wire's dtype, in which momentum and updates travel, and copies to and from it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from .. import triton_kernels
 from ..newton_schulz import Recipe
 
-# The most parts that our kernels copy one by one: if there are more, torch's copies, each of the
-# parts of many peers, take fewer launches.
+# The most parts that our kernels copy, one by one. With more parts, torch's copies, which each
+# cover many peers, need fewer launches.
 _MOST_BY_KERNEL = 128
 
 
 def wire_of(
     recipe: Recipe, comm_dtype: Optional[torch.dtype] = None, exact: bool = False
 ) -> torch.dtype:
-    """The user's ``comm_dtype``; without one that of the arithmetic in exact mode or in fp64, else
-    bf16."""
+    """The user's ``comm_dtype``; without one, the dtype of the arithmetic in exact mode or with
+    fp64, else bf16."""
     is_wide = exact or recipe.dtype == torch.float64
     return comm_dtype or (recipe.dtype if is_wide else torch.bfloat16)
 

@@ -1,16 +1,16 @@
 """Averages gradients in buckets and all-gathers updated rows: the collectives of ZeRO-2.
 
 Every rank of a group holds whole parameters and its own gradients. A *divided* tensor is cut along
-dimension 0 as `torch.chunk` cuts it: a reduce-scatter brings each rank the mean gradient of its
-rows, the rank updates these rows, and an all-gather brings them to the other ranks. The gradients
-of smaller tensors are all-reduced, and every rank updates all of their rows. So are the gradients
-of divided tensors that would be padded to more than twice their rows; ranks update only theirs.
+dimension 0 as `torch.chunk` does: a reduce-scatter brings each rank the mean gradient of its rows,
+the rank updates these rows, and an all-gather brings them to the other ranks. The gradients of
+smaller tensors are all-reduced, and every rank updates all of their rows. Divided tensors that
+padding would more than double are all-reduced, too, but each rank updates only its rows.
 
-Tensors travel in buckets that follow from shapes alone, so that all ranks launch the same
-collectives in the same order. A bucket of divided tensors has one interval for each rank, a *slot*,
-with what goes to the rank, or comes from it; all slots are as large as that of the first rank.
+Buckets follow from shapes alone, so that all ranks launch the same collectives in the same order. A
+bucket of divided tensors has one interval for each rank, a *slot*, with the data that goes to the
+rank or comes from it; all slots are as large as the first rank's.
 
-A buffer belongs to its bucket until the collective has been waited for; waiting makes the current
+A buffer belongs to its bucket until the collective has been waited for. Waiting makes the current
 stream wait, not the host, and all other work is on that stream.
 """
 
@@ -32,12 +32,12 @@ from ..scratch import Scratch
 from .collectives import all_gather_slots, single_tensor_collective
 from .dtensors import grad_dtype
 
-# Bytes of one bucket's staging: so many that latency does not count (even each of 64 ranks gets
-# 1 MiB), or, on CPUs, so few that a packed bucket is still in the cache when it is sent.
+# Bytes of one bucket's staging: enough that latency does not matter (each of 64 ranks still gets
+# 1 MiB), or, on CPUs, few enough that a packed bucket is still in the cache when it is sent.
 BUCKET_BYTES = {"cpu": 4 << 20}
 DEFAULT_BUCKET_BYTES = 64 << 20
 
-# One bucket is packed, one is on the wire, one has come: more would take memory and hide nothing.
+# One bucket is packed, one on the wire, one has arrived: more would use memory and hide nothing.
 BUCKETS_IN_FLIGHT = 3
 
 
@@ -51,21 +51,21 @@ class BucketTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    in_slots: bool  # whether its rows are cut into a slot for each rank
+    in_slots: bool  # True if its rows are cut into a slot for each rank
 
     def slot_numel(self, ranks: int) -> int:
-        """Elements that the tensor takes of each slot; of the only slot if it is not cut."""
+        """Elements of the tensor in each slot; in the only slot if the tensor isn't cut."""
         slots = ranks if self.in_slots else 1
         return -(-self.shape[0] // slots) * math.prod(self.shape[1:])
 
 
 @dataclass
 class Bucket:
-    """The tensors of one collective: of one dtype and device, all or none of them in slots.
+    """The tensors of one collective: one dtype, one device, all or none of them in slots.
 
     Args:
-        in_slots: whether there is a slot for each rank, else a single one.
-        members: by the number of each tensor, where it begins in a slot.
+        in_slots: True if each rank has a slot; False for a single slot.
+        members: by number of the tensor, where it begins in a slot.
         numel: elements of a slot.
     """
 
@@ -80,8 +80,8 @@ class BucketPlan(NamedTuple):
     """All buckets, in the order of the first tensor in each.
 
     Args:
-        buckets: all users of a cached plan share them, so nobody may change them.
-        prefix_counts: for each n, how many buckets hold the first n tensors.
+        buckets: read-only, since all users of a cached plan share them.
+        prefix_counts: for each n, how many buckets contain the first n tensors.
     """
 
     buckets: Sequence[Bucket]
@@ -90,11 +90,11 @@ class BucketPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def plan_buckets(tensors: tuple[BucketTensor, ...], ranks: int) -> BucketPlan:
-    """Fills buckets with tensors, in their order; a tensor above the limit has a bucket to itself.
+    """Fills buckets with tensors, in order; a tensor above the limit has a bucket to itself.
 
     Args:
-        tensors: equal on all ranks but for their devices' indices.
-        ranks: how many ranks average or gather the tensors.
+        tensors: equal on all ranks except for device indices.
+        ranks: number of ranks that average or gather the tensors.
     """
     buckets: list[Bucket] = []
     prefix_counts = [0]
@@ -120,26 +120,26 @@ def plan_buckets(tensors: tuple[BucketTensor, ...], ranks: int) -> BucketPlan:
 
 
 class MeanGradients:
-    """Averages gradients over a process group; of a divided gradient this rank gets its rows.
+    """Averages gradients over a process group; this rank gets only its rows of divided gradients.
 
-    Each call of `launch` launches the next bucket; all ranks of the group must make these calls
-    alike. `result` may be called in any order. Gradients are not changed. A gradient is sent
-    without a copy if it is alone in its bucket, contiguous, and has as many rows for each rank.
+    Each call of `launch` launches the next bucket; all ranks of the group must make the same calls.
+    `result` may be called in any order. Gradients are not changed. A gradient is sent without a
+    copy if it is alone in its bucket, contiguous, and has the same number of rows for each rank.
 
-    Staging is bounded by `BUCKETS_IN_FLIGHT` buckets, each of `BUCKET_BYTES` or of one tensor.
+    Staging is limited to `BUCKETS_IN_FLIGHT` buckets, each of `BUCKET_BYTES` or of one tensor.
 
     Args:
-        params: plain tensors, whose ``grad`` is averaged; an absent one counts as zeros.
-        divided: for each parameter whether this rank gets only its rows, maybe none; never for 0-D
+        params: plain tensors, whose ``grad`` is averaged; a missing one counts as zeros.
+        divided: for each parameter, True if this rank gets only its rows, maybe none; False for 0-D
             tensors.
         group: process group.
         on_read: called with the number of a tensor once its gradient has been read.
-        scratch: what staging is taken from.
-        bucket_plan: that of `buckets_of`, where it is known.
+        scratch: provides the staging.
+        bucket_plan: result of `buckets_of`, if known.
 
     Attributes:
         bucket_plan: which gradients travel together.
-        launched: how many buckets have been launched.
+        launched: number of buckets launched.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ class MeanGradients:
                 self._on_read(index)
 
     def result(self, index: int) -> Tensor:
-        """Hands out a mean, once: all of it, or this rank's rows of a divided one, (rows, *rest).
+        """Returns a mean, once: all of it, or, if divided, this rank's rows, (rows, *rest).
 
-        The mean is contiguous and has the dtype that gradients of the parameter have.
+        The mean is contiguous, in the dtype of the parameter's gradients.
 
         Raises:
             RuntimeError: its bucket has not been launched.
@@ -200,7 +200,7 @@ class MeanGradients:
         return self._means.pop(index)
 
     def _finish(self) -> None:
-        """Waits for the earliest bucket in flight, and takes its means."""
+        """Waits for the earliest bucket in flight, and stores its means."""
         work, bucket, _sent, staging, mean = self._in_flight.popleft()
         if work is not None:
             work.wait()
@@ -218,7 +218,7 @@ class MeanGradients:
             self._means[index] = mean[start : start + math.prod(shape)].view(shape)
 
     def _zero_copy_gradient(self, bucket: Bucket) -> Optional[Tensor]:
-        """The gradient of a bucket that has just one, flat, if it can be sent without a copy."""
+        """The flat gradient of a bucket with a single one, if it can be sent without a copy."""
         if len(bucket.members) > 1 or _divides_first(bucket):
             return None
         [index] = bucket.members
@@ -263,7 +263,7 @@ def _shape_with_rows(param: Tensor) -> tuple[int, ...]:
 
 
 def _divides_first(bucket: Bucket) -> bool:
-    """Whether gradients are divided by the number of ranks before they are summed, not after."""
+    """True if gradients are divided by the number of ranks before the sum, not after it."""
     return bucket.dtype == torch.float16  # the sum could overflow
 
 
@@ -274,10 +274,10 @@ class RowAllGather:
     """Brings the rows that each rank has updated to all other ranks of a group.
 
     All ranks call `launch`, then `wait`. In between, only the rows that this rank has updated are
-    defined: other rows may be arriving in place. Staging is bounded like that of `MeanGradients`.
+    defined: other rows may be arriving in place. Staging is limited as in `MeanGradients`.
 
     Args:
-        tensors: plain, whole on each rank, with rows (dimension 0), of any strides.
+        tensors: plain tensors, whole on each rank, with rows (dimension 0) and any strides.
         group: process group.
     """
 
@@ -296,7 +296,7 @@ class RowAllGather:
                 self._launch(bucket)
 
     def wait(self) -> None:
-        """Completes the tensors: work that follows on the current stream finds all rows in them."""
+        """Completes the tensors: later work on the current stream sees all rows."""
         while self._in_flight:
             self._finish()
 
@@ -323,7 +323,7 @@ class RowAllGather:
     def _finish(self) -> None:
         work, bucket, staging = self._in_flight.popleft()
         work.wait()
-        if staging is None:  # the rows were received in place, which no version counter has seen
+        if staging is None:  # rows were received in place, which version counters don't see
             torch.autograd.graph.increment_version(self._tensors[min(bucket.members)])
             return
         pairs: list[RowPair] = []  # without this rank's rows, which may have been changed since
@@ -366,9 +366,9 @@ def _pair_rows(tensor: Tensor, slot_rows: Tensor, first: int, last: int) -> list
 
 
 def _clear_padding(rows: int, slot_rows: Tensor, first: int, last: int) -> None:
-    """Zeroes what a tensor of ``rows`` rows leaves empty in the slots ``first`` to ``last`` − 1.
+    """Zeroes the padding of a tensor of ``rows`` rows in the slots ``first`` to ``last`` − 1.
 
-    The buffer might hold NaN there, and debugging tools watch the wire for NaN.
+    The buffer might contain NaN there, and debugging tools watch the wire for NaN.
     """
     per_slot = slot_rows.shape[1]
     if rows < last * per_slot and slot_rows.numel() > 0:
@@ -385,12 +385,12 @@ def _copy_rows(pairs: Sequence[RowPair], into_slots: bool) -> None:
 
 
 def _is_packed(tensor: Tensor, ranks: int) -> bool:
-    """Whether a tensor lies in memory as in a bucket without other tensors."""
+    """True if a tensor has the memory layout of a bucket with no other tensors."""
     return tensor.is_contiguous() and tensor.shape[0] % ranks == 0
 
 
 def _start_sum(sent: Tensor, output: Tensor, group: Any) -> Any:
-    """Starts a sum over ranks: each rank gets its slot of it, or all of it in place."""
+    """Starts a sum over ranks: each rank gets its slot of the sum, or all of it in place."""
     if output is sent:
         return dist.all_reduce(_real(sent), group=group, async_op=True)
     return single_tensor_collective("reduce_scatter")(
@@ -399,5 +399,5 @@ def _start_sum(sent: Tensor, output: Tensor, group: Any) -> Any:
 
 
 def _real(buffer: Tensor) -> Tensor:
-    """Views complex numbers as pairs of real ones: not all backends know complex dtypes."""
+    """Views complex numbers as pairs of real ones: not all backends support complex dtypes."""
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer

@@ -488,8 +488,8 @@ SETTINGS = _options_of(Settings)
 # Arguments of `Muon` that hold for all groups and are no settings, and what they mean.
 OTHER_ARGUMENTS = {
     "process_group": "the ranks that hold the same plain parameters: "
-    "[DDP and ZeRO-2](layouts.md#replicas-of-whole-parameters-ddp-and-zero-2)",
-    "clip_config": "[QK-Clip](qk-clip.md)",
+    "[DDP and ZeRO-2](layouts.md#ddp-and-zero-2)",
+    "clip_config": "[QK-Clip](offload-and-qk-clip.md#qk-clip)",
     "ns_options": "rare knobs of the iteration in one mapping, which [groups](#ns_options) have as "
     "keys of their own",
 }

@@ -161,20 +161,21 @@ class ReducedLogits(dict[Any, Tensor]):
 
 
 def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
-    """The maximum over ranks of the logits of all layers, in one collective.
+    """Takes the maximum of all layers' logits over ranks, in one collective.
 
-    `Muon` takes the maximum by itself, over the ranks that share the weights; this function is for
-    weights that `Muon` does not know to be shared, and for other uses of the logits.
+    `Muon` itself takes the maximum over the ranks that share the weights. Use this function for
+    weights that `Muon` does not know to be shared, or to use the logits elsewhere.
 
     Args:
-        logits: by layer (n,) each, on one device; the same layers on all ranks.
-        group: process group; None is the default one.
+        logits: maps each layer to a vector (n,) of logits, all on one device; every rank has the
+            same layers.
+        group: the process group; None is the default group.
 
     Returns:
-        New tensors, in fp32 or wider. NaN on any rank is Inf on all.
+        New tensors by layer, in fp32 or wider. NaN on any rank becomes Inf on all.
 
     Raises:
-        ValueError: a layer has no logits, or those of some heads only.
+        ValueError: a layer has no logits, or logits of only some heads.
     """
     dtype = torch.float32
     for layer, value in logits.items():

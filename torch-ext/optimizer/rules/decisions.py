@@ -71,18 +71,18 @@ MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
 def default_is_muon(
     name: str, param: torch.Tensor, expert_keys: Optional[Sequence[str]] = None
 ) -> bool:
-    """Whether Muon should train this parameter, judged by its shape and name.
+    """True if Muon should train a parameter, judged by its shape and name.
 
-    True for matrices, and for tensors of more dimensions that ``expert_keys`` names (the leading
-    dimensions count experts), unless the component that owns the parameter is an embedding or an
-    output head, or the parameter is a bias, complex, or known to be no linear map (Mamba's A_log).
-    Convolutions are AdamW's unless asked for. Some heads and hidden layers share a name: to tell
-    these apart, `get_default_muon_param_groups` looks at the model's modules, too.
+    Muon gets matrices, and tensors with more dimensions if ``expert_keys`` names them (their
+    leading dimensions count experts). It does not get embeddings, output heads, biases, complex
+    parameters, parameters known not to be linear maps (Mamba's A_log), or convolutions. Some heads
+    have the same name as hidden layers; `get_default_muon_param_groups` looks at the model's
+    modules to tell them apart.
 
     Args:
-        name: fully qualified name, e.g. ``"layers.0.attention.wq.weight"``.
+        name: fully qualified name, for example ``"layers.0.attention.wq.weight"``.
         param: the parameter.
-        expert_keys: whole components of names that hold stacked experts, e.g. ``["experts"]``.
+        expert_keys: whole name components that mark stacked experts, for example ``["experts"]``.
     """
     return _judge(name, param, expert_keys)[0]
 

@@ -35,35 +35,35 @@ def get_default_muon_param_groups(
     convolutions: bool = False,
     per_head: bool = False,
 ) -> list[dict[str, Any]]:
-    """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
+    """Makes Muon's and AdamW's parameter groups of a model, without frozen parameters.
 
-    Weights of ``nn.Embedding`` and whatever is tied to one are AdamW's whatever their name, and so
-    are output heads that the model's structure shows. `describe` tells where each parameter goes
-    and why, and which ones nobody can be sure of.
+    AdamW gets the weights of ``nn.Embedding`` and any weights tied to them, whatever their names,
+    and output heads that the model's structure shows. `describe` shows where each parameter goes
+    and why, and which decisions are uncertain.
 
     Args:
         model: the model, sharded or not.
-        is_muon_func: a function of ``(name, param)`` or of ``(name, param, expert_keys)`` that says
-            whether Muon trains the parameter.
-        expert_keys: see `default_is_muon`; the Muon group keeps them.
-        adamw_keys: whole components of names that AdamW trains whatever they hold, for example
+        is_muon_func: a function of ``(name, param)`` or ``(name, param, expert_keys)`` that returns
+            True if Muon trains the parameter.
+        expert_keys: see `default_is_muon`. They become a key of the Muon group.
+        adamw_keys: whole name components whose parameters AdamW trains in any case, for example
             ``["router"]``.
-        adamw_lr: learning rate of AdamW's group; None leaves it to the optimizer's ``lr``.
-        decay_vectors: False gives norms' weights, biases and other parameters of less than two
-            dimensions a group of their own, without weight decay.
-        convolutions: True gives Muon the convolutions of over four channels each way, too, read as
-            matrices (first dimension, all the rest): its group says ``flatten=True``.
-        per_head: True parts query, key and value projections by their heads, which Muon then
-            orthogonalizes one by one: its group has a ``split`` for them. Sizes of heads come from
-            the modules and their config; what these do not tell stays whole, with one warning.
+        adamw_lr: learning rate of AdamW's group; None uses the optimizer's ``lr``.
+        decay_vectors: False puts parameters with fewer than two dimensions, such as norms' weights
+            and biases, into their own group without weight decay.
+        convolutions: True gives Muon the convolutions with more than four input and output channels
+            too, as matrices (first dimension, all the rest): its group gets ``flatten=True``.
+        per_head: True splits query, key and value projections by head, and Muon orthogonalizes each
+            head separately: its group gets a ``split``. Head sizes come from the modules and their
+            config. Projections whose head size is unknown stay whole, with one warning.
 
     Raises:
-        ValueError: no model; one that FSDP1 has flattened.
+        ValueError: ``model`` is not a module, or FSDP1 has flattened its parameters.
 
     Returns:
-        Two groups, ``use_muon`` True and False, with ``params`` and ``names``, which are the keys
-        of the model's ``state_dict()``; either may be empty. With ``decay_vectors=False`` a third
-        one, AdamW's as well.
+        Two groups, with ``use_muon`` True and False, either of which may be empty. Each has
+        ``params`` and ``names``, the keys of the model's ``state_dict()``. ``decay_vectors=False``
+        adds a third group, also AdamW's.
     """
     expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
     decisions = decide(model, is_muon_func, expert_keys, adamw_keys, convolutions)

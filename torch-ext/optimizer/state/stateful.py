@@ -76,9 +76,10 @@ class Stateful(torch.optim.Optimizer):
 
     @property
     def names(self) -> list[Optional[list[str]]]:
-        """For each group the names of its parameters, in order, or None.
+        """For each group, the names of its parameters, in order, or None.
 
-        They are no key of the groups, which torch.distributed.checkpoint would want in checkpoints.
+        Names are not keys of the groups, because torch.distributed.checkpoint would then require
+        them in checkpoints.
         """
         return [view.names for view in self._read_groups()]
 
@@ -115,8 +116,11 @@ class Stateful(torch.optim.Optimizer):
 
     @property
     def is_broken(self) -> bool:
-        """Whether weights and state do not belong together: a `step` or a load broke off, or
-        `discard_state` was called. `load_state_dict` mends that, or `accept_partial_step`."""
+        """True if weights and state do not belong together.
+
+        This is so after a `step` or a load was interrupted, or `discard_state` was called.
+        `load_state_dict` repairs it; so does `accept_partial_step`, after an interrupted step.
+        """
         return self._integrity.is_broken()
 
     def _create_state(self, groups: list[Group]) -> None:
@@ -124,11 +128,14 @@ class Stateful(torch.optim.Optimizer):
         self._store.create_missing(self.state, groups, entries, self._settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim; missing state is created first, and dtypes of options become text,
-        since torch.distributed.checkpoint takes no dtypes in full state dicts.
+        """Returns a state dict as torch.optim does, after creating missing state.
+
+        If ``process_group`` divides state among replicas, it holds only this rank's rows. Dtypes
+        among the options are saved as strings, because torch.distributed.checkpoint does not accept
+        dtypes in full state dicts.
 
         Raises:
-            RuntimeError: a `step` or a load broke off; see `accept_partial_step` and
+            RuntimeError: a `step` or a load was interrupted; see `accept_partial_step` and
                 `discard_state`.
         """
         self._integrity.check(accept=integrity.VOID)
@@ -174,14 +181,14 @@ class Stateful(torch.optim.Optimizer):
 
     @torch.no_grad()
     def exact_weights(self) -> dict[str, Tensor]:
-        """The weights of ``weight_rounding="exact"`` in fp32, by their keys in the model's
-        ``state_dict()``, which are the names in the groups.
+        """Returns the fp32 weights of all parameters with ``weight_rounding="exact"``.
 
-        The tensors are new, and placed as the parameters are. Call this on all ranks alike: where
-        replicas divide AdamW's state, they send each other rows of it.
+        Their keys are the names in the groups, which are the keys of the model's ``state_dict()``.
+        The tensors are new, and placed like the parameters. Call this on all ranks: replicas that
+        divide AdamW's state exchange its rows.
 
         Raises:
-            ValueError: groups without names, or two parameters of one name.
+            ValueError: a group has no names, or two parameters have the same name.
 
         >>> state_dict = {**model.state_dict(), **optimizer.exact_weights()}
         """
@@ -190,14 +197,14 @@ class Stateful(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_exact_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Sets weights and their residuals to weights in fp32, as `exact_weights` gives them.
+        """Sets weights and their residuals from fp32 weights, as `exact_weights` returns them.
 
-        You need not give all weights, and what wrappers add to names may differ. Call this after
-        `load_state_dict`, which would replace the residuals.
+        Some of the weights are enough. Name components that wrappers add are ignored. Call this
+        after `load_state_dict`, which replaces the residuals.
 
         Raises:
-            ValueError: a name that has no residual here or may be several parameters', two names of
-                one parameter, or a tensor that does not fit; nothing was loaded.
+            ValueError: a name has no residual here or fits several parameters, two names mean one
+                parameter, or a tensor does not fit. Nothing was loaded.
         """
         params, values = self._params_with_residuals(), {}
         find = find_name(name for group in self._read_groups() for name in group.names or ())
@@ -220,14 +227,14 @@ class Stateful(torch.optim.Optimizer):
 
     @through_wrappers
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
+        """Loads a state dict as torch.optim does, but momentum keeps its saved dtype.
 
-        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
-        constructed.
+        Group keys that the checkpoint lacks get their defaults. ``expert_keys``, ``split`` and
+        ``flatten``, which say how parameters are read as matrices, stay as constructed.
 
         Raises:
             ValueError: the checkpoint does not fit; nothing was loaded.
-            RuntimeError: loading broke off after it had begun, and has to be repeated.
+            RuntimeError: loading was interrupted and has to be repeated.
         """
         checkpoints.check_type(state_dict)
         loaded: dict[Tensor, dict[str, Any]] = {}
@@ -315,25 +322,29 @@ class Stateful(torch.optim.Optimizer):
         params: Optional[Iterable[Any]] = None,
         hyperparameters: bool = True,
     ) -> None:
-        """Takes over the state of another optimizer, from its checkpoint.
+        """Loads the state of another optimizer from its checkpoint.
 
-        `extras.foreign_checkpoints` says how, and has an example of each kind.
+        `foreign_checkpoints` in ``extras`` describes the conversion and has an example of each
+        kind.
 
         Args:
-            states: a loaded state dict, ``torch.load(path, weights_only=True)``; a list of the
-                state dicts of all ranks, in order; or, of two optimizers, a mapping
-                ``{"muon": …, "adamw": …}``, in which None makes their parameters start anew. Give
-                all of it to every rank; each takes its part without traffic.
-            kind: what wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``, ``"motif"``,
-                ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or ``"keller_jordan"``.
+            states: a state dict, as ``torch.load(path, weights_only=True)`` returns it; a list of
+                the state dicts of all ranks, in order; or, from two optimizers, a mapping
+                ``{"muon": …, "adamw": …}``, where None means that these parameters start with fresh
+                state. Pass all of it on every rank: each rank keeps its part, without
+                communication.
+            kind: the optimizer that wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``,
+                ``"motif"``, ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or
+                ``"keller_jordan"``.
             params: all parameters, as tensors, (name, parameter) pairs or names, in the order in
-                which the other optimizer was given them. Needed where names and the preset's groups
-                do not tell which parameter is which.
-            hyperparameters: take over those that both optimizers have, except the options of
-                orthogonalization and scale, and what schedulers keep; False keeps this optimizer's.
+                which the other optimizer received them. Needed if names and the preset's groups do
+                not show which parameter is which.
+            hyperparameters: True also loads the hyperparameters that both optimizers have, except
+                options of orthogonalization and scale, and keys that schedulers keep. False keeps
+                this optimizer's.
 
         Raises:
-            ValueError: something does not fit, with the parameter's name; nothing was loaded.
+            ValueError: something does not fit. The message names the parameter; nothing was loaded.
         """
         groups = self._read_groups()
         survey = self._take_survey(groups)
@@ -355,18 +366,19 @@ class Stateful(torch.optim.Optimizer):
     @through_wrappers
     @torch.no_grad()
     def accept_partial_step(self) -> None:
-        """Accepts that a step broke off, by an interrupt or an error, so that training goes on.
+        """Accepts the result of an interrupted step, so that training can continue.
 
-        Some parameters, or their momentum, are a step ahead of others, and stay so. Gradients are
-        those that the step has left: call `zero_grad` and go on with the next batch.
+        Some parameters, or their momentum, remain one step ahead of others. The interrupted step
+        may have changed or cleared gradients: call `zero_grad` and continue with the next batch.
 
-        Call this on all ranks alike, also on those whose step was whole. If a rank's step broke off
+        Call this on all ranks, including those whose step completed. If a rank was interrupted
         before its last exchange with other ranks, or if other ranks hold the same parameters and
-        may have updated them differently, then state can be saved, but the next step raises on all
-        ranks that share parameters: start a fresh launch from what was saved.
+        may have updated them differently, state can be saved, but the next step raises on all ranks
+        that share parameters: save, and resume in a new launch.
 
         Raises:
-            RuntimeError: a load broke off, or `discard_state` was called; nothing was changed.
+            RuntimeError: a load was interrupted, or `discard_state` was called. Nothing was
+                changed.
         """
         self._integrity.check(accept=integrity.PARTIAL)
         self._create_state(self._read_groups())  # the first step may have made only some of it
@@ -379,11 +391,11 @@ class Stateful(torch.optim.Optimizer):
     @through_wrappers
     @torch.no_grad()
     def discard_state(self) -> None:
-        """Sets all state to zeros, for torch.distributed.checkpoint to load into it.
+        """Sets all state to zeros, for torch.distributed.checkpoint to load into.
 
-        After a `step` that broke off, `state_dict` raises, so that no broken state is saved. After
-        this, it returns zeros, and `step` raises until `load_state_dict` has been called. Call this
-        on all ranks alike.
+        After an interrupted `step`, `state_dict` raises so that broken state is not saved. After
+        ``discard_state()`` it returns zeros, and `step` raises until `load_state_dict` has been
+        called. Call this on all ranks.
         """
         self._integrity.discard()
         self._forget_tensors()
@@ -421,19 +433,20 @@ class Stateful(torch.optim.Optimizer):
     ) -> None:
         """Keeps optimizer state in page-locked host memory between steps, from now on.
 
-        A step carries the state through the device piece by piece, while it computes. Results are
-        the same to the bit. Call this on all ranks alike, at any time, and again to change the
-        arguments. Without a ``backend`` it does nothing for parameters on the CPU.
+        A step streams the state through the device piece by piece while it computes; results are
+        bit-identical. Call this on all ranks, at any time, and again to change the arguments.
+        Without a ``backend``, it does nothing for parameters on the CPU.
 
         Args:
-            slot_bytes: device memory that the state takes, within the step only; None is 5 % of
-                the device's state or 512 MiB, whichever is more. If one chunk of matrices has more
-                state, it takes as much as that chunk.
-            backend: makes the copies in place of the devices' streams: with a `SimulatedHost` you
+            slot_bytes: bytes of device memory that the state uses during a step. None is 5 % of the
+                device's state or 512 MiB, whichever is more. A chunk of matrices with more state
+                than this uses as much as it needs.
+            backend: makes the copies instead of the device's streams. With a `SimulatedHost` you
                 can try offload on a CPU.
 
         Raises:
-            ValueError: ``slot_bytes`` below 1; a ``backend`` of another type. Nothing was changed.
+            ValueError: ``slot_bytes`` is less than 1, or ``backend`` is not a backend. Nothing was
+                changed.
         """
         params = ((p, g["use_muon"]) for g in self.param_groups for p in g["params"])
         self._offload.turn_on(self.state, params, slot_bytes, backend)
@@ -443,17 +456,17 @@ class Stateful(torch.optim.Optimizer):
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
-        """Brings all state back to where its parameters are, for good."""
+        """Moves all state back to the device of its parameters and turns CPU offload off."""
         self._offload.turn_off(self.state)
         self._forget_tensors()
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether CPU offload is on."""
+        """True if CPU offload is on."""
         return self._offload.is_on
 
     def synchronize_offload(self) -> None:
-        """Waits until all state is in host memory; call it before you read ``optim.state``.
+        """Waits until all state is in host memory. Call it before you read ``optim.state``.
 
         `state_dict` waits by itself.
         """
