@@ -1,4 +1,4 @@
-"""Tracks whether weights and state belong to the same step, or a failed step or load broke them."""
+"""Tracks whether weights and state belong to the same step; failed steps and loads break this."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Integrity:
                 raise
             raise RuntimeError(f"{self._cause}: {self._status}") from error
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Records that a load has brought weights and state of one step."""
         self._status, self._has_parted = WHOLE, False
 

@@ -264,7 +264,7 @@ class Stateful(torch.optim.Optimizer):
             self._offload.clear()
             checkpoints.place_tensors(self.state, loaded, self._offload, own)
             self._create_state(self._read_groups())
-            self._integrity.mend()
+            self._integrity.restore()
             before = id(self.state)  # errors in the user's post-hooks break nothing
 
         def has_begun(_: BaseException) -> bool:

@@ -65,7 +65,7 @@ def take_notes(
             lines.get(ranks, ()),
             gradients.get(ranks, ()),
             owners.get(ranks, ""),
-            f"the one made after {registration.number(ranks)} others, with {steps} steps so far"
+            f"optimizer {registration.number(ranks)} (counting from 0) after {steps} steps"
             if ranks in survey.shared
             else "",
         )

@@ -80,7 +80,7 @@ def _launch_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
         maximize=group.maximize,
         opmath=lane.opmath,
     )
-    parts = sent[None, None]  # of one matrix, of one peer
+    parts = sent[None, None]  # (units, peers, rows, cols)
     copy_parts([parts], [torch.zeros_like(parts)])
     core.update_weights(
         [W],
