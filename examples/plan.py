@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ranks-per-host", type=int)
     add("--owners", action="store_true", help="also print who owns what")
     add("--markdown", action="store_true", help="print one table of everything, in markdown")
+    add("--results", type=Path, help="write that table to a file, under the command")
     add("--png", type=Path, help="draw the timelines")
     args = parser.parse_args(argv)
     args.ranks = list(dict.fromkeys(args.ranks or [64]))
@@ -138,11 +140,12 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--chunk-size must be -1 or at least 1")
     if args.warmup_step < 0:
         raise ValueError("--warmup-step must be at least 0")
-    if args.png is not None:
-        folder = args.png.resolve().parent
-        missing = folder if folder.exists() else folder.parent
-        if not missing.is_dir():
-            raise ValueError(f"--png {args.png}: there is no folder {missing}")
+    for option, path in (("--results", args.results), ("--png", args.png)):
+        if path is not None:
+            folder = path.resolve().parent
+            missing = folder if folder.exists() else folder.parent
+            if not missing.is_dir():
+                raise ValueError(f"{option} {path}: there is no folder {missing}")
 
 
 def models_of(args: argparse.Namespace) -> dict[str, list[Weight]]:
@@ -192,8 +195,9 @@ def run(args: argparse.Namespace) -> None:
     kernel = load_kernel()
     console = Console(width=None if sys.stdout.isatty() else 160)
     timelines: dict[str, Timeline] = {}
+    rows = markdown_head()
     if args.markdown:
-        print("\n".join(markdown_head()))
+        print("\n".join(rows))
     for (model, ranks), layouts in tables.items():
         reports = []
         for layout in layouts:
@@ -204,12 +208,15 @@ def run(args: argparse.Namespace) -> None:
             parts = [layout.text, model if len(models) > 1 else ""]
             parts.append(f"{ranks} ranks" if len(args.ranks) > 1 else "")
             timelines[", ".join(filter(None, parts))] = report.timeline
+            rows.append(markdown_row(model, ranks, report))
             if args.markdown:
-                print(markdown_row(model, ranks, report), flush=True)
+                print(rows[-1], flush=True)
         if not args.markdown:
             show(console, kernel, title_of(model, models[model], ranks, reports), reports, args)
     if not args.markdown:
         print(LEGEND)
+    if args.results:
+        write_results(args.results, rows)
     if args.png:
         picture(machine_of(args), tables, timelines, args.png)
 
@@ -241,6 +248,18 @@ def show(
         )
         console.print(shared, style="bold", soft_wrap=True, highlight=False, markup=False)
         console.print(owners_table(kernel, report, args.chunk_size, args.warmup_step))
+
+
+def write_results(path: Path, rows: Sequence[str]) -> None:
+    command = shlex.join(["python", "examples/plan.py", *sys.argv[1:]])
+    head = (
+        "# What steps will cost",
+        f"```sh\n{command}\n```",
+        "`examples/planner/README.md` explains the columns.",
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n\n".join([*head, "\n".join(rows)]) + "\n", encoding="utf-8")
+    print(f"table: {path}")
 
 
 def picture(

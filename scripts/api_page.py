@@ -78,7 +78,7 @@ def call(title: str, value: Any, doc: str) -> str:
         is_keyword = p.kind is p.KEYWORD_ONLY
         if is_keyword and name in ARGUMENTS and name not in described:
             more = {"**options"}
-        elif name != "self":
+        elif name not in ("self", "unknown"):
             stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(p.kind.name, "")
             default = getattr(p.default, "__name__", repr(p.default)).replace("'", '"')
             parts += ["*"] if is_keyword and "*" not in parts else []

@@ -136,8 +136,8 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "vector": (
         lambda: Muon([muon_group((W, parameter(3)))]),
-        "blocks.3.w.weight has shape (3,): Muon orthogonalizes matrices, put it into a group with "
-        "use_muon=False",
+        "blocks.3.w.weight has shape (3,), but Muon orthogonalizes matrices: put it into a group "
+        "with use_muon=False",
     ),
     "three dimensions": (
         lambda: Muon([muon_group((W, parameter(2, 3, 3)))]),

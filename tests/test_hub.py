@@ -156,7 +156,7 @@ def build_id(contents) -> str:
 def documented_check() -> str:
     """The Python below a heading of docs/publishing.md."""
     text = (ROOT / "docs" / "publishing.md").read_text()
-    pattern = r"\n#+ Verify what was fetched\n.*?```python\n(.*?)```"
+    pattern = r"\n#+ Verify\n.*?```python\n(.*?)```"
     return re.search(pattern, text, re.DOTALL)[1]
 
 

@@ -317,7 +317,8 @@ def test_memory_and_averages_follow_from_the_layout(text, held, backward):
 
 @pytest.mark.slow
 def test_the_script_prints_layouts_side_by_side_and_draws_them(tmp_path):
-    picture, config = tmp_path / "plan.png", tmp_path / "mine" / "config.json"
+    picture, results = tmp_path / "plan.png", tmp_path / "planner.md"
+    config = tmp_path / "mine" / "config.json"
     config.parent.mkdir()
     config.write_text(json.dumps(DENSE_CONFIG))
 
@@ -329,8 +330,12 @@ def test_the_script_prints_layouts_side_by_side_and_draws_them(tmp_path):
     printed = run("--ranks", 16, *layouts, "--owners", "--png", picture).stdout
     texts = ("mine on 16 ranks", "fsdp", "hsdp:2x8:spread", "layers.*.mlp.up_proj", report.LEGEND)
     assert all(text in printed for text in texts) and picture.stat().st_size > 10_000
-    printed = run("--ranks", 8, "--ranks", 16, "--layout", "ddp", "--markdown").stdout
+    options = ("--ranks", 8, "--ranks", 16, "--layout", "ddp", "--markdown")
+    printed = run(*options).stdout
     assert [line.count("|") for line in printed.splitlines()] == [15] * 4
+    run(*options, "--results", results)
+    assert "python examples/plan.py --config" in results.read_text()
+    assert results.read_text().endswith(printed)
     wrong = run("--layout", "ep")
     assert wrong.returncode == 1 and "'ep'" in wrong.stderr
     without_experts = run("--layout", "ep:8", "--layout", "ddp", "--markdown")

@@ -381,7 +381,7 @@ def check(pool: RankPool, name: str) -> tuple[list[str], str]:
 def test_a_healthy_run_yields_no_finding(pool, name):
     kinds, text = check(pool, name)
     assert kinds == [] and text.startswith("no finding\n2 steps on 2 ranks"), text
-    assert re.search(r"\d+ parameters of Muon's bit-equal", text)
+    assert re.search(r"\d+ parameters of Muon bit-identical", text)
 
 
 @pytest.mark.parametrize("name", FAILURES)

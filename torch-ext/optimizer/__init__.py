@@ -28,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what not every training run uses when it is first asked for."""
+    """Imports names that not every training run needs on first access."""
     if name == "describe":
         from .extras.describe import describe
 
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
         from .presets import DistMuonAdamW, MuonAdamW
 
         globals().update(MuonAdamW=MuonAdamW, DistMuonAdamW=DistMuonAdamW)
-        return globals()[name]  # the import has set presets itself
+        return globals()[name]  # importing the submodule has set `presets`
     if name == "recipes":
         from .extras import recipes
 

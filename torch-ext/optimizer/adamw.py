@@ -1,7 +1,7 @@
-"""AdamW for the parameters that Muon does not train, by torch's fused or foreach implementation.
+"""AdamW for the parameters that Muon does not train, with torch's fused or foreach implementation.
 
-A step updates AdamW's parameters in parts. A part has lists, with an item for each tensor or piece
-of one, that are bound to parameters and state once, like Muon's chunks.
+A step updates AdamW's parameters in parts: lists with one item per tensor, or per piece of a large
+tensor. Like Muon's chunks, parts are bound to parameters and state once.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from .weight_rounding import RoundedBy, round_into, widen
 if TYPE_CHECKING:
     from .state.rounding import Rounding
 
-# Bytes of weights in bf16 that are updated in fp32 at once.
+# Bytes of bf16 weights that one part updates in fp32.
 FP32_BYTES = 16 << 20
 
-# Bytes of state that come from host memory for one part: larger copies are no faster, and the step
-# waits for the first of them; and some parts arrive while others are used or copied back.
+# Bytes of state that one part fetches from host memory. Larger copies are no faster, and the step
+# waits for the first one.
 STREAMED_BYTES = 64 << 20
-STREAMED_SHARE = 8  # of the memory for them
+# One part uses at most 1/8 of the memory for fetched state: other parts are on their way, too.
+STREAMED_SHARE = 8
 
-# A piece has a multiple of the first of these, in elements, that it can have: torch's fused AdamW
-# on CPUs rounds elements that do not fill a vector register differently.
+# Elements of a piece are a multiple of the first of these numbers that fits: torch's fused AdamW on
+# CPUs rounds elements differently if they do not fill a vector register.
 ALIGNED_NUMEL = (64, 32)
 
 # Devices with a fused kernel, which reads `step` on the parameter's device.
@@ -47,12 +48,12 @@ Index = tuple[slice, ...]
 
 
 def is_fused(param: Tensor) -> bool:
-    """Whether torch's fused kernel may update a parameter."""
+    """Returns True if torch's fused kernel can update a parameter."""
     return param.device.type in FUSED_DEVICES and torch.is_floating_point(param)
 
 
 def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group) -> None:
-    """Creates ``step``, () in fp32, if it is missing; moves it to where torch's AdamW reads it."""
+    """Creates ``step``, () in fp32, if it is missing; moves it to the device torch's AdamW uses."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     on_device = options.capturable or is_fused(param)
@@ -62,14 +63,14 @@ def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group)
 
 
 class Kind(NamedTuple):
-    """What the tensors of one part have in common.
+    """Properties that all tensors of one part share.
 
     Args:
         group: number of their group.
-        in_fp32: whether they are updated in fp32, and rounded afterwards.
-        fused: whether torch's fused kernel updates them.
-        capturable: whether a graph may capture that.
-        streamed_to: the device to which their state comes from host memory; else None.
+        in_fp32: True if they are updated in fp32 and rounded afterwards.
+        fused: True if torch's fused kernel updates them.
+        capturable: True if a CUDA graph may capture the update.
+        streamed_to: the device to which their state is fetched from host memory; None if it is not.
     """
 
     group: int
@@ -81,16 +82,16 @@ class Kind(NamedTuple):
 
 @dataclass
 class Part:
-    """What one event updates; the lists have an item for each tensor, or piece of one.
+    """The tensors that one event updates. All lists have one item per tensor or piece of a tensor.
 
     Args:
         params: the whole parameters.
-        weights: of this rank, as far as it updates them.
-        index: of the piece in these; None for all of them.
-        is_last: whether it is the last piece of its tensor.
+        weights: the local weights that this rank updates.
+        index: each piece's position in the local weights; None for all of them.
+        is_last: True for the last piece of a tensor.
         rounding: residuals or places of random bits; None unless ``kind.in_fp32``.
-        load: what comes from host memory; None if nothing does.
-        size: bytes that count against the size of a part.
+        load: the copies from host memory; None if there are none.
+        size: bytes that count against the limit on a part.
     """
 
     kind: Kind
@@ -111,7 +112,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of state that comes from host memory."""
+        """Bytes of state fetched from host memory."""
         return 0 if self.load is None else self.load.nbytes
 
 
@@ -119,8 +120,8 @@ class Binder:
     """Divides AdamW's parameters into parts, bound to their storages.
 
     Args:
-        groups, state, offload, rounding: of the optimizer.
-        replicas: those that divide the work, in ZeRO-2; else None.
+        groups, state, offload, rounding: the optimizer's.
+        replicas: in ZeRO-2, the replicas that divide the work; otherwise None.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Binder:
         self._slot_bytes: dict[torch.device, int] = {}
 
     def parts(self, taking_part: Sequence[Sequence[Tensor]]) -> list[Part]:
-        """The parts of the parameters that take part, group by group."""
+        """Returns the parts of the given parameters, which are listed group by group."""
         parts: list[Part] = []
         for number, params in enumerate(taking_part):
             by_kind: dict[Kind, list[Part]] = {}
@@ -152,31 +153,31 @@ class Binder:
         return parts
 
     def _add(self, param: Tensor, number: int, by_kind: dict[Kind, list[Part]]) -> None:
-        """Adds a parameter to the last part of its kind; what is too large, piece by piece."""
-        own, options, weights = self._state[param], self._groups[number], local(param)
+        """Adds a parameter to the last part of its kind; a large one piece by piece."""
+        state, options, weights = self._state[param], self._groups[number], local(param)
         in_fp32 = options.updates_in_fp32(param.dtype)
         rounding = self._rounding.tensor(param, options) if in_fp32 else None
         rows = divided_rows(param, self._replicas)
         if rows is not None:
             weights = weights[rows]
             if options.weight_rounding == "stochastic" and rounding is not None:
-                rounding = rounding[rows]  # a residual has these rows
-        moments = [local(own["exp_avg"]), local(own["exp_avg_sq"])]
-        fetch = self._offload.fetch(own["exp_avg"], moments[0])
+                rounding = rounding[rows]  # a residual contains only these rows
+        moments = [local(state["exp_avg"]), local(state["exp_avg_sq"])]
+        fetch = self._offload.fetch(state["exp_avg"], moments[0])
         streamed_to = None if fetch is None else fetch.device
         kind = Kind(
             number,
             in_fp32,
             is_fused(param) and _lie_alike([weights, *moments]),
-            # No graph captures what CPUs do, and torch's loop over tensors refuses it there.
+            # CUDA graphs don't capture CPU work, and torch's loop over tensors refuses it on CPUs.
             options.capturable and param.device.type != "cpu",
             streamed_to,
         )
-        # Bytes of each element that count, and how many a part may have.
+        # Bytes per element that count against the limit, and the limit on a part.
         each, limit = weights.itemsize if in_fp32 else 0, FP32_BYTES
         if streamed_to is not None:
             each = sum(moment.itemsize for moment in moments) + (2 if in_fp32 else 0)
-            if streamed_to not in self._slot_bytes:  # which looks at all state
+            if streamed_to not in self._slot_bytes:  # cached: `slot_bytes` looks at all state
                 self._slot_bytes[streamed_to] = self._offload.slot_bytes(streamed_to)
             slots = self._slot_bytes[streamed_to] // STREAMED_SHARE
             limit = min(slots, STREAMED_BYTES) - 3 * ALIGNMENT
@@ -191,7 +192,7 @@ class Binder:
             part.weights.append(narrow(weights, index))
             part.exp_avgs.append(narrow(moments[0], index))
             part.exp_avg_sqs.append(narrow(moments[1], index))
-            part.steps.append(own["step"])
+            part.steps.append(state["step"])
             part.index.append(index)
             part.is_last.append(False)
             if rounding is not None and part.rounding is not None:
@@ -199,7 +200,7 @@ class Binder:
         parts[-1].is_last[-1] = True
 
     def _stream(self, part: Part) -> None:
-        """Says what a part brings from host memory."""
+        """Sets which tensors a part fetches from host memory."""
 
         def fetches(key: str, tensors: Sequence[Tensor]) -> list[Optional[Fetch]]:
             states = (self._state[param].get(key) for param in part.params)
@@ -212,7 +213,10 @@ class Binder:
 
 
 def narrow(tensor: Tensor, index: Optional[Index]) -> Tensor:
-    """The piece of a tensor, which may be one that broadcasts to the tensor that was divided."""
+    """Returns the piece of a tensor, which may also be one that broadcasts to the divided tensor.
+
+    None stands for the whole tensor.
+    """
     if index is None:
         return tensor
     sizes = zip(tensor.shape, index)
@@ -220,7 +224,7 @@ def narrow(tensor: Tensor, index: Optional[Index]) -> Tensor:
 
 
 def _pieces(tensor: Tensor, most: Optional[int]) -> Iterator[Optional[Index]]:
-    """Yields the pieces of a tensor, of at most so many elements; None for all of it."""
+    """Yields pieces of at most ``most`` elements; None, for the whole tensor, if it is smaller."""
     if most is None or tensor.numel() <= most:
         yield None
     else:
@@ -228,16 +232,15 @@ def _pieces(tensor: Tensor, most: Optional[int]) -> Iterator[Optional[Index]]:
 
 
 def _divide(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
-    """Boxes of at most so many elements, each an interval of memory if ``box`` is.
+    """Divides a box into boxes of at most ``most`` elements, contiguous in memory if ``box`` is.
 
-    They begin at multiples of the last of `ALIGNED_NUMEL` in memory, and have more elements where
-    that can't be otherwise. ``dims`` are those of more than one index, the outermost in memory
-    first.
+    Boxes begin at multiples of ``ALIGNED_NUMEL[-1]`` elements in memory; they exceed ``most`` where
+    alignment requires it. ``dims`` lists dimensions from the outermost in memory to the innermost.
     """
     sizes = [s.stop - (s.start or 0) for s in box]
     dim = next((dim for dim in dims if sizes[dim] > 1), None)
-    each = 0 if dim is None else math.prod(sizes) // sizes[dim]  # elements of an index
-    aligned = [numel // math.gcd(numel, each) for numel in ALIGNED_NUMEL]  # indices
+    each = 0 if dim is None else math.prod(sizes) // sizes[dim]  # elements per index of dim
+    aligned = [numel // math.gcd(numel, each) for numel in ALIGNED_NUMEL]  # in indices of dim
     if dim is None or math.prod(sizes) <= most or aligned[-1] >= sizes[dim]:
         yield box
         return
@@ -250,17 +253,17 @@ def _divide(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
 
 
 def divided_rows(param: Tensor, replicas: Optional[Replicas]) -> Optional[slice]:
-    """The rows of a parameter that this rank updates, if replicas divide them; None for all."""
+    """Returns the rows of a parameter that this rank updates; None if replicas do not divide it."""
     if replicas is None or is_dtensor(param) or not is_divided(param.shape, len(replicas.ranks)):
         return None
     return slice(*shard_interval(param.shape[0], len(replicas.ranks), replicas.group.rank()))
 
 
 def _lie_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors fill their memory densely, in the same order of dimensions.
+    """Returns True if all tensors are dense in memory, with the same order of dimensions.
 
-    torch's fused kernel treats tensors as flat arrays; where one lies otherwise, it would write the
-    wrong elements.
+    torch's fused kernel treats tensors as flat arrays; with another layout it would write the wrong
+    elements.
     """
     shape, stride = tensors[0].shape, tensors[0].stride()
     return all(t.shape == shape and t.stride() == stride for t in tensors) and is_dense(tensors[0])
@@ -276,21 +279,21 @@ def update(
     clip: Optional[list[Optional[Tensor]]],
     counts: bool,
 ) -> None:
-    """Updates one part by AdamW (Loshchilov & Hutter 2019, algorithm 2); then clips by QK-Clip.
+    """Updates one part with AdamW (Loshchilov & Hutter 2019, algorithm 2), then applies QK-Clip.
 
     Args:
-        grads: of the part's tensors; only read.
-        exp_avgs, exp_avg_sqs: the part's, on the device.
-        options: of the part's group.
-        rounded_by: what weights that are updated in fp32 are rounded by; else None.
+        grads: gradients of the part's tensors; only read.
+        exp_avgs, exp_avg_sqs: the part's moments, on the device.
+        options: the part's group.
+        rounded_by: residuals or random bits that round weights updated in fp32; otherwise None.
         clip: as in `core.clip_weights`; None without QK-Clip.
-        counts: whether the step counts, or only creates state.
+        counts: False for a step that only creates state, which does not count.
     """
     weights, fused = part.weights, part.kind.fused
     if rounded_by is not None:
         weights = widen(weights, rounded_by)
         grads = [grad.to(torch.float32) for grad in grads]
-    # The step of a tensor in several pieces is counted with the last one.
+    # If a tensor is in several pieces, its last piece increments its step.
     steps = [
         step if is_last and counts else step.clone()
         for step, is_last in zip(part.steps, part.is_last)
@@ -308,17 +311,17 @@ def update(
         round_into(weights, part.weights, rounded_by)
     if clip is not None:
         clip_weights(part.weights, clip, rounded_by)
-    # A DTensor and its shard have a version counter each; the fused kernel changes neither.
+    # torch's fused kernel increments no version counter, and a DTensor has one besides its shard's.
     torch.autograd.graph.increment_version(list(compress(part.params, part.is_last)))
 
 
 def _call_adamw(
     columns: Sequence[list[Tensor]], fused: bool, capturable: bool, options: Group
 ) -> None:
-    """Updates tensors by torch's functional AdamW.
+    """Updates tensors with torch's functional AdamW.
 
     Args:
-        columns: weights, gradients, both moments, steps.
+        columns: lists of weights, gradients, first moments, second moments, and steps.
         fused, capturable: as in `Kind`.
     """
     weights, grads, exp_avgs, exp_avg_sqs, steps = columns
@@ -330,7 +333,7 @@ def _call_adamw(
         exp_avg_sqs,
         [],
         steps,
-        fused=fused or None,  # with None, torch takes foreach on devices that have it
+        fused=fused or None,  # with None, torch uses foreach on devices that have it
         capturable=capturable,
         has_complex=any(map(torch.is_complex, weights)),
         amsgrad=False,

@@ -1,13 +1,13 @@
-"""Decides the order of a step: before the step, a pure function makes its schedule of events.
+"""Decides the order of a step's events, with pure functions that run before the step.
 
 Each chunk of a lane goes through the same events: ranks update momentum and the owners gather it;
 the owners orthogonalize it and scatter the updates; ranks update weights. While one chunk is
-orthogonalized, the next chunks are being gathered and the one before it is being scattered. Between
-chunks a step updates AdamW's parameters and, in ZeRO-2, averages gradients.
+orthogonalized, the next chunks are being gathered and the previous one is being scattered. Between
+chunks, a step updates AdamW's parameters and, in ZeRO-2, averages gradients.
 
-Ranks that share a lane launch its collectives in the same order, since that order follows from what
-they have in common: the number of chunks, the number that may be in flight, and which parameters
-have gradients.
+Ranks that share a lane launch its collectives in the same order, because the order depends only on
+facts they share: the number of chunks, how many may be in flight, and which parameters have
+gradients.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import NamedTuple, Optional
 
 from .distributed.plan import Plan, ranks_sort_key
 
-# How many buckets of gradients are averaged ahead of the bucket that the next event needs.
+# Buckets of gradients to average ahead of those that the next event needs.
 BUCKETS_AHEAD = 2
 
-# How many chunks of each lane but the first are gathered from the beginning of a step, at most.
+# Most chunks of each lane except the first to gather at the beginning of a step.
 GATHERS_AHEAD = 2
 
 
@@ -32,17 +32,18 @@ class Do(enum.Enum):
     GATHER = "momentum, gather"  # updates the momentum of one chunk, launches its gather
     ORTHOGONALIZE = "orthogonalize, scatter"  # orthogonalizes one chunk, launches its scatter
     UPDATE = "update weights"  # updates the weights of one chunk
-    ADAMW = "AdamW"  # updates one part of its parameters
+    ADAMW = "AdamW"  # updates one part of AdamW's parameters
     SHARE_ROWS = "gather AdamW's rows"  # brings the updated rows of one group to all replicas
 
 
 class Event(NamedTuple):
-    """One thing that a rank does in a step.
+    """One action of a rank in a step.
 
     Args:
-        do: what the rank does.
-        lane: for events of a lane, its number in `Plan.all_lanes`; else −1.
-        number: the number of a chunk in its lane, of a bucket, of a part of AdamW's, or of a group.
+        do: the action.
+        lane: the lane's number in `Plan.all_lanes`; −1 for events without a lane.
+        number: the number of the chunk in its lane, of the bucket, of AdamW's part, or of the
+            group, depending on ``do``.
     """
 
     do: Do
@@ -51,16 +52,16 @@ class Event(NamedTuple):
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """Identifies the chunk: the number of its lane, and its number in the lane."""
+        """The chunk's key: the number of its lane, and its number in the lane."""
         return self.lane, self.number
 
 
 def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
-    """Yields what a rank does with the chunks of a lane, each with the number of its chunk.
+    """Yields the actions for the chunks of one lane, each with the number of its chunk.
 
-    At most ``in_flight`` chunks are under way: their gather was launched, and their weights are not
-    updated. While chunk k is orthogonalized, the next chunks are being gathered if ``in_flight`` is
-    at least 2, and chunk k − 1 is being scattered if it is at least 3.
+    A chunk is in flight from the launch of its gather to the update of its weights; at most
+    ``in_flight`` chunks are. While chunk k is orthogonalized, the next chunks are being gathered if
+    ``in_flight`` is at least 2, and chunk k − 1 is being scattered if it is at least 3.
     """
     begun = computed = updated = 0
     while updated < chunks:
@@ -71,8 +72,8 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             yield Do.ORTHOGONALIZE, computed
             computed += 1
         gathering = begun - computed
-        # An update makes room for one more gather. If fewer than two gathers are under way, the
-        # next one has to begin now: after the next orthogonalization nothing would hide it.
+        # An update makes room for one more gather. If fewer than two gathers are in flight, the
+        # next one must begin now: after the next orthogonalization nothing would hide it.
         makes_room = begun < chunks and gathering < 2
         if computed - updated > 1 or not gathering or makes_room:
             yield Do.UPDATE, updated
@@ -82,17 +83,17 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
 def lanes_order(
     lanes: Sequence[tuple[int, int]], gathers_ahead: int = GATHERS_AHEAD
 ) -> Iterator[tuple[Do, int, int]]:
-    """Yields what a rank does with the chunks of all its lanes, with numbers of lane and chunk.
+    """Yields the actions for the chunks of all lanes, each with the numbers of lane and chunk.
 
-    One lane follows the other, with two exceptions, so that a lane can begin while the traffic of
-    the lane before it ends. The first gathers of all lanes come at the very beginning, and the last
-    updates of a lane wait until the first chunk of the next lane is orthogonalized. So all ranks
-    launch collectives in one order: the first gathers lane by lane, then all others lane by lane.
+    Lanes run one after another, but overlap at their ends: the first gathers of all lanes come at
+    the beginning of the step, and the last updates of a lane come after the first chunk of the next
+    lane is orthogonalized. All ranks launch collectives in one order: the first gathers, lane by
+    lane, then all others, lane by lane.
 
     Args:
-        lanes: for each lane, how many chunks it has, and how many may be in flight.
-        gathers_ahead: how many chunks of a lane are gathered at the very beginning; the first lane
-            gathers all that may be in flight there.
+        lanes: for each lane, its number of chunks, and how many of them may be in flight.
+        gathers_ahead: how many chunks of each lane to gather at the beginning. The first lane
+            gathers as many as may be in flight.
     """
     remaining_orders: list[list[tuple[Do, int, int]]] = []
     for number, (chunks, in_flight) in enumerate(lanes):
@@ -100,9 +101,9 @@ def lanes_order(
         begun = min(chunks, in_flight, gathers_ahead if number else chunks)
         yield from order[:begun]
         remaining_orders.append(order[begun:])
-    last_updates: list[tuple[Do, int, int]] = []  # of the lane before
+    last_updates: list[tuple[Do, int, int]] = []  # of the previous lane
     for remaining in remaining_orders:
-        # Indices in `remaining`, each one behind an orthogonalization.
+        # Indices in `remaining` just after each orthogonalization.
         ends = [at for at, (do, _, _) in enumerate(remaining, 1) if do is Do.ORTHOGONALIZE]
         yield from remaining[: ends[0]]
         yield from last_updates
@@ -117,27 +118,27 @@ def schedule(
     prefetch_bytes: Optional[Mapping[tuple[int, int], int]],
     averaging: Optional[tuple[int, ...]],
 ) -> tuple[Event, ...]:
-    """All events of a rank's step of a plan, in order; `with_averages` adds those of ZeRO-2.
+    """Returns all events of this rank's step, in order, without ZeRO-2's `with_averages`.
 
     Half of the work of local lanes comes while the first chunks are gathered, and half while the
-    last ones are scattered. AdamW, too, comes while the first chunks are gathered; but if state
-    comes from the host, AdamW's parts come between the chunks (`_interleave`).
+    last ones are scattered. AdamW also comes while the first chunks are gathered, unless state
+    comes from the host: then AdamW's parts come between the chunks (`_interleave`).
 
-    In ZeRO-2 AdamW communicates, too, so it has a fixed position in the order of lanes. If the
-    averaging ranks have a lane, AdamW comes while the first chunks of that lane are gathered; if
-    not, it comes where their lane would be. In any other position, ranks whose first lanes differ
-    would use one process group in different orders.
+    In ZeRO-2, AdamW communicates as well, so it has a fixed position in the order of lanes. If the
+    averaging ranks have a lane, AdamW comes while the first chunks of that lane are gathered;
+    otherwise it comes where their lane would be. In any other position, ranks whose first lanes
+    differ would use one process group in different orders.
 
     Args:
-        plan: of the step.
-        adamw_parts: AdamW's parts, in the order of their updates: of each the number of its group,
-            and the bytes of state that it brings from host memory.
-        prefetch_bytes: bytes of momentum that each chunk brings from host memory, by `Event.chunk`;
-            None if the step prefetches nothing.
+        plan: the plan of the step.
+        adamw_parts: for each of AdamW's parts, in order, the number of its group, and the bytes of
+            state that it fetches from host memory.
+        prefetch_bytes: bytes of momentum that each chunk fetches from host memory, by
+            `Event.chunk`; None if the step prefetches nothing.
         averaging: the ranks that average gradients, ascending; None without ZeRO-2.
     """
     # Gradients are averaged in the order of lanes. If all lanes began to gather at once, the step
-    # would wait for nearly all gradients at its very beginning.
+    # would start by waiting for nearly all gradients.
     lanes = [(len(lane.chunks), lane.in_flight) for lane in plan.lanes]
     order = lanes_order(lanes, GATHERS_AHEAD if averaging is None else 0)
     traffic = [Event(*event) for event in order]
@@ -161,13 +162,12 @@ def schedule(
 def with_averages(
     events: Iterable[Event], needed: Mapping[Event, int], buckets: int
 ) -> Iterator[Event]:
-    """Yields the events; before each, launches of the buckets of gradients that it needs, and of
-    some more.
+    """Yields the events, and before each one an event for every bucket of gradients to average.
 
     Args:
-        events: of a step.
-        needed: how many buckets each event and those before it need.
-        buckets: how many there are.
+        events: the events of a step.
+        needed: how many buckets must be averaged before each event; `BUCKETS_AHEAD` more begin.
+        buckets: the number of buckets.
     """
     launched = 0
     for event in events:
@@ -178,7 +178,7 @@ def with_averages(
 
 
 def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
-    """The events of local lanes, in two parts of about equal work.
+    """Splits the events of local lanes into two parts of about equal work.
 
     The second part is empty if no lane has traffic.
     """
@@ -199,7 +199,7 @@ def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
 def _place_of_adamw(
     events: Sequence[Event], plan: Plan, averaging: Optional[tuple[int, ...]]
 ) -> int:
-    """The index among the events before which AdamW's parts come."""
+    """Returns the index in ``events`` at which to insert AdamW's parts."""
     number, while_gathered = 0, True
     if averaging is not None and len(averaging) > 1:
         key = ranks_sort_key(averaging)
@@ -224,10 +224,9 @@ def _interleave(
 ) -> Iterator[Event]:
     """Puts AdamW's parts between the chunks, for steps whose state comes from the host.
 
-    AdamW's own arithmetic is too short to hide the copies of its state. So after each chunk come as
-    many parts of AdamW as keep the share of bytes that have been copied within the share of the
-    chunks' arithmetic that is done. The last chunk's arithmetic does not count: it hides what is
-    left to write back.
+    AdamW's arithmetic is too short to hide the copies of its state; that of the chunks hides them.
+    After each chunk, parts of AdamW follow while the share of bytes copied stays within the share
+    of the chunks' FLOPs done. The last chunk does not count: it hides the remaining copies back.
     """
     flops = {
         (lane_number, number): sum(plan.flops(batch) for batch in chunk.batches)

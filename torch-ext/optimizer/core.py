@@ -1,7 +1,7 @@
-"""Computes all of an update except the polar factor: momentum, scale, second moment, weights.
+"""Computes everything in an update but the polar factor: momentum, scale, second moment, weights.
 
-The functions take numbers, lists of local tensors, or batches of matrices. None of them knows
-process groups or parameter groups, so plain tensors can test them.
+The functions work on numbers, lists of local tensors, or batches of matrices. They know nothing of
+process groups or parameter groups, so tests can call them with plain tensors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Number = Union[float, Tensor]
 
 
 def update_scale(rows: int, cols: int, adjust_lr: Union[str, float]) -> float:
-    """The factor that an orthogonalized update is multiplied with.
+    """Returns the factor by which the polar factor of a (rows, cols) matrix is multiplied.
 
-    A number r: r·sqrt(max(rows, cols)), which gives the update about the root mean square r.
-    ``match_rms_adamw``: r = 0.2, that of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2).
-    ``original``: sqrt(max(1, rows/cols)) (Jordan et
-    al. 2024). ``spectral``: sqrt(rows/cols), which makes the RMS → RMS operator norm 1 (Yang et al.
-    2023, arXiv:2310.17813, condition 1). ``none``: 1.
+    A number r means r·sqrt(max(rows, cols)), so that the update's root mean square is about r.
+    ``match_rms_adamw`` is r = 0.2, about AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+    ``original`` is sqrt(max(1, rows/cols)) (Jordan et al. 2024). ``spectral`` is sqrt(rows/cols),
+    which makes the RMS → RMS operator norm 1 (Yang et al. 2023, arXiv:2310.17813, condition 1).
+    ``none`` is 1.
     """
     if rows == 0 or cols == 0 or adjust_lr == "none":
         return 1.0
@@ -39,10 +39,10 @@ def update_scale(rows: int, cols: int, adjust_lr: Union[str, float]) -> float:
 
 
 def update_dtype(wire: torch.dtype, opmath: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype that `update_momentum` writes and `update_weights` reads, for a buffer in ``wire``.
+    """Returns the dtype that `update_momentum` writes and `update_weights` reads.
 
-    Kernels convert elements as they go, so they take the buffer itself; torch's functions need a
-    copy in ``opmath``.
+    Triton kernels convert elements as they go, so they use the staging buffer itself, in ``wire``.
+    Torch's functions need a copy in ``opmath``.
     """
     return wire if triton_kernels.is_used_on(device.type) else opmath
 
@@ -58,14 +58,14 @@ def update_momentum(
     maximize: bool,
     opmath: torch.dtype,
 ) -> None:
-    """B ← μB + wG; writes the input of orthogonalization, wG + μB with Nesterov, else B.
+    """Updates B ← μB + wG, and writes the input of orthogonalization: wG + μB if Nesterov, else B.
 
     w is `gradient_weight`. Gradients are only read.
 
     Args:
-        buffers, grads: momentum B and gradients G, local tensors of equal shapes.
-        outputs: for the input of orthogonalization, of the same shapes, of `update_dtype`;
-            overwritten. None if nobody reads it.
+        buffers, grads: momentum buffers B and gradients G, local tensors of equal shapes.
+        outputs: tensors of the same shapes, in `update_dtype`, which receive the input of
+            orthogonalization; None if it is not needed.
         opmath: dtype of the arithmetic.
     """
     weight = gradient_weight(momentum, style, maximize)
@@ -86,7 +86,7 @@ def update_momentum(
     if min([buffer.itemsize for buffer in buffers]) >= opmath.itemsize:
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads, alpha=weight)
-    else:  # round once: in 16 bits, alpha= rounds an element by its place in the tensor
+    else:  # round once: in 16 bits, how alpha= rounds depends on an element's place in the tensor
         wide = outputs or [torch.empty_like(buffer, dtype=opmath) for buffer in buffers]
         torch._foreach_copy_(wide, buffers)
         torch._foreach_mul_(wide, momentum)
@@ -104,33 +104,30 @@ def update_momentum(
 
 
 def gradient_weight(momentum: float, style: str, maximize: bool) -> float:
-    """The weight w of gradients in `update_momentum`: 1 (classical) or 1 − μ (ema).
-
-    It is negated to maximize.
-    """
+    """Returns the weight w of gradients: 1 (classical) or 1 − μ (ema), negated to maximize."""
     return (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
 
 
 def second_moment(U: Tensor, of_rows: bool, scratch: Scratch) -> Tensor:
-    """The mean of U² over each row, (n, rows), or over each column, (n, cols).
+    """Returns the mean of U² over each row, (n, rows), or over each column, (n, cols).
 
     Args:
-        U: (n, rows, cols).
-        of_rows: whether each mean is that of one row, not of one column.
+        U: polar factors, (n, rows, cols).
+        of_rows: True for the means of rows, False for those of columns.
 
     Returns:
-        The means in fp32, or in fp64 of fp64.
+        The means in fp32, or in fp64 if U is fp64.
     """
     dim = -1 if of_rows else -2
     dtype = torch.promote_types(U.dtype, torch.float32)
-    if U.device.type != "cpu":  # accelerators' norms widen what they read, and need no copy
-        # The order of a sum, and so its last bit, depends on the batch. 16 bits may differ so; in
-        # fp32 and fp64, which exact mode uses, matrices are summed one at a time.
+    if U.device.type != "cpu":  # accelerators widen elements as they read them: no copy
+        # The order of a sum, and so its last bit, depends on the batch. Exact mode, which uses fp32
+        # and fp64, needs the same bits on every layout, so these are summed one matrix at a time.
         parts = U.split(1 if U.dtype == dtype else len(U))
         norms = [torch.linalg.vector_norm(part, dim=dim, dtype=dtype) for part in parts]
         return torch.cat(norms).square_().div_(U.shape[dim])
     means = []
-    for matrix in U:  # one at a time: the squares of all would take twice the bytes of U in bf16
+    for matrix in U:  # one at a time: the squares of all need twice the bytes of a bf16 U
         square = scratch.empty("opmath", matrix.shape, dtype, U.device).copy_(matrix).square_()
         means.append(square.mean(dim=dim))
     return torch.stack(means)
@@ -141,19 +138,19 @@ def second_moment_factor(
     v: Tensor,  # (n, numbers)
     beta2: float,
 ) -> Tensor:
-    """Updates V ← lerp(V, v, 1 − β2); returns factors on the rows, or columns, of updates.
+    """Updates V ← lerp(V, v, 1 − β2); returns a factor for each row, or column, of the updates.
 
     The factors, (n, numbers), are rsqrt(max(V, 1e-10)), rescaled so that each update keeps its
-    Frobenius norm (Li et al. 2025, arXiv:2510.05491, as nanochat has it).
+    Frobenius norm (NorMuon, Li et al. 2025, arXiv:2510.05491, as implemented in nanochat).
 
     Args:
-        V: mean squares of earlier updates.
-        v: `second_moment` of the updates.
-        beta2: share of V that stays.
+        V: running mean of the second moments.
+        v: `second_moment` of these updates.
+        beta2: decay of V.
     """
     V.copy_(torch.lerp(V.to(v.dtype), v, 1.0 - beta2))
     factors = V.to(v.dtype).clamp_min(1e-10).rsqrt_()
-    # v has means, not sums: the number of elements behind each cancels in norm / norm_after.
+    # v contains means, not sums: the number of elements in each cancels in norm / norm_after.
     norm = v.sum(dim=-1, keepdim=True).sqrt_()
     norm_after = (v * factors.square()).sum(dim=-1, keepdim=True).sqrt_().clamp_min_(1e-10)
     return factors * (norm / norm_after)
@@ -171,22 +168,23 @@ def update_weights(
     rounded_by: Optional[list[RoundedBy]] = None,
     clip: Optional[list[Optional[Tensor]]] = None,
 ) -> None:
-    """W ← W − (Δ + decay·W) with Δ = rate·factor·U; rounds W once, and may overwrite U.
+    """Updates W ← W − (Δ + decay·W) with Δ = rate·factor·U, then clips W ← clip·W (QK-Clip).
 
-    Then QK-Clip: W ← clip·W.
+    Rounds W once before the clip. May overwrite U.
 
     Args:
-        weights: local tensors, any floating dtype.
-        updates: U, of the same shapes, of `update_dtype` or wider.
-        rate: learning rate times scale; like ``decay`` a number, or a tensor of one element. The
-            host does not read a tensor that is on the weights' device.
-        decay: learning rate times weight decay, and times scale with decay_lr="adjusted".
-        cautious: decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
-        factors: what each update is multiplied with; they broadcast to it.
-        together: a tensor that contains all updates, if there is one: it is multiplied by ``rate``
-            at once.
-        rounded_by: residuals or random bits by which weights in bf16 are rounded from fp32; None
-            rounds to the nearest.
+        weights: local tensors W of any floating dtype.
+        updates: U, of the same shapes, in `update_dtype` or wider.
+        rate: learning rate times scale, a number or a tensor of one element. The host does not read
+            a tensor on the weights' device.
+        decay: learning rate times weight decay (and times scale with decay_lr="adjusted"), a number
+            or a tensor like ``rate``.
+        cautious: True to decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
+        factors: a factor for each update, which broadcasts to it; None for no factors.
+        together: one tensor that contains all updates, if there is one, to multiply it by ``rate``
+            in one call.
+        rounded_by: the residuals or random bits with which bf16 weights are rounded from fp32; None
+            rounds to nearest.
         clip: as in `clip_weights`.
     """
     if not weights:
@@ -219,7 +217,7 @@ def _update_weights(
     together: Optional[Tensor],
     rounded_by: Optional[list[RoundedBy]],
 ) -> None:
-    """Updates weights by torch's operations."""
+    """`update_weights` in torch's operations."""
     widened = weights if rounded_by is None else widen(weights, rounded_by)
     if factors is not None:
         torch._foreach_mul_(updates, factors)
@@ -233,7 +231,7 @@ def _update_weights(
     deltas, decayed = updates, widened
     if cautious:
         decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, widened)]
-    if isinstance(decay, Tensor):  # the host would read an alpha= from the device
+    if isinstance(decay, Tensor):  # alpha= would copy it to the host
         for delta, weight in zip(deltas, decayed):
             delta.add_(weight.to(delta.dtype) * decay)
     elif decay != 0.0:
@@ -248,13 +246,13 @@ def clip_weights(
     scales: Sequence[Optional[Tensor]],
     rounded_by: Optional[Sequence[Optional[RoundedBy]]] = None,
 ) -> None:
-    """W ← scale·W.
+    """Multiplies each weight by its scale.
 
     Args:
         weights: local tensors.
-        scales: a factor for each weight, which broadcasts to it; None leaves the weight as it is.
-        rounded_by: as `update_weights` has used it, so that other bits are drawn; None for each
-            weight that is rounded to the nearest.
+        scales: for each weight, a factor that broadcasts to it, or None for no change.
+        rounded_by: what `update_weights` used; this second rounding draws fresh random bits. None
+            for each weight that is rounded to nearest.
     """
     for index, scale in enumerate(scales):
         if scale is None:

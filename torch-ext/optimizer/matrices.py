@@ -1,4 +1,4 @@
-"""Reads a stored tensor as matrices: experts, blocks of it (``split``), flattened dimensions."""
+"""Reads a stored tensor as matrices: stacked experts, ``split`` and flattened dimensions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .split_notation import Part, parts_of
 
 
 class Axis(NamedTuple):
-    """An index that counts along one dimension of a tensor.
+    """An axis of a block, along one dimension of a tensor.
 
     Args:
         dim: the tensor's dimension.
-        size: how many values the index takes.
-        stride: how far two consecutive values are apart in that dimension.
+        size: the number of indices on the axis.
+        stride: the distance of consecutive indices in that dimension.
     """
 
     dim: int
@@ -31,18 +31,18 @@ class Axis(NamedTuple):
 
 
 class LocalPart(NamedTuple):
-    """Where a part of some matrices lies in a rank's local tensor.
+    """The position of a part of a block in a rank's local tensor.
 
     Args:
-        starts: where the part begins, in each dimension of the tensor.
-        axes: the axes of the matrices' block, with the sizes of the part.
+        starts: the first index of the part in each dimension of the tensor.
+        axes: the axes of the block, with the sizes of the part.
     """
 
     starts: tuple[int, ...]
     axes: tuple[Axis, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part, as a view of a local tensor."""
+        """Returns the part as a view of a local tensor."""
         strides = tensor.stride()
         offset = sum(start * stride for start, stride in zip(self.starts, strides))
         return tensor.as_strided(
@@ -56,16 +56,16 @@ class LocalPart(NamedTuple):
 class Block:
     """Matrices of one shape in a stored tensor.
 
-    Each element has one coordinate on each axis. The first coordinates say which expert and which
-    matrix it is in, the next ones together its row, and the last ones together its column. A box
-    of coordinates is a `Region` of the block.
+    Each element has one coordinate per axis. The first coordinates give its expert and matrix, the
+    next ones together its row, and the last ones together its column. A box of coordinates is a
+    `Region` of the block.
 
     Args:
-        axes: in the order of coordinates. Axes of one dimension nest: one index of an outer axis
-            spans all indices of the inner axes.
+        axes: the axes, in the order of coordinates. Axes of one dimension are nested: one index of
+            an outer axis spans all indices of the inner axes.
         row_axis: number of the first axis of rows; the axes before it count matrices.
         col_axis: number of the first axis of columns.
-        starts: where the block begins, in each dimension of the stored tensor.
+        starts: the first index of the block in each dimension of the stored tensor.
     """
 
     axes: tuple[Axis, ...]
@@ -95,12 +95,12 @@ class Block:
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def boxes(self, region: Region) -> tuple[Region, ...]:
-        """What a region of the stored tensor has of the block, as boxes.
+        """Returns the part of the block in a region of the stored tensor, as boxes.
 
         There is at most one box, unless the region begins or ends within an index of an outer axis.
         """
         intervals = list(regions.relative(region, tuple((start, start) for start in self.starts)))
-        if all(axis[::2] == (dim, 1) for dim, axis in enumerate(self.axes)):  # it is dense
+        if all(axis[::2] == (dim, 1) for dim, axis in enumerate(self.axes)):  # a dense block
             box = tuple(map(regions.overlap, regions.whole(self.shape), intervals))
             return (box,) if regions.numel(box) else ()
         by_dim = []
@@ -115,7 +115,10 @@ class Block:
         return tuple(tuple(part[number] for number in range(len(self.axes))) for part in chosen)
 
     def local_part(self, box: Region, held: Region) -> LocalPart:
-        """Where a box lies in a local tensor, which is the region ``held`` of the stored tensor."""
+        """Returns the position of a box in a local tensor.
+
+        The local tensor is the region ``held`` of the stored tensor.
+        """
         starts = [start - first for start, (first, _) in zip(self.starts, held)]
         for axis, (start, _) in zip(self.axes, box):
             starts[axis.dim] += start * axis.stride
@@ -125,15 +128,16 @@ class Block:
 
 
 def _boxes(axes: Sequence[Axis], interval: Interval) -> Iterator[tuple[Interval, ...]]:
-    """Yields boxes with all elements of nested axes that lie in an interval of their dimension."""
+    """Yields boxes that cover the elements of nested axes in an interval of their dimension."""
     if not axes:
         if interval[0] <= 0 < interval[1]:
             yield ()
         return
     (_, size, stride), inner = axes[0], axes[1:]
-    extent = 1 + sum((axis.size - 1) * axis.stride for axis in inner)  # of one outer index
+    extent = 1 + sum((axis.size - 1) * axis.stride for axis in inner)  # span of one outer index
     start, stop = interval
-    # The interval touches the outer indices [first, last), and has [whole_first, whole_last) whole.
+    # The interval overlaps the outer indices [first, last), and contains all of
+    # [whole_first, whole_last).
     first = min(size, max(0, (start - extent) // stride + 1))
     last = max(first, min(size, -(-stop // stride)))
     whole_first = min(last, max(first, -(-start // stride)))
@@ -156,11 +160,10 @@ class Matrices:
     """How a stored tensor is read as matrices.
 
     Args:
-        shape: of the stored tensor: (experts…, rows, cols), or (rows, rest…) if flattened.
-        row_dim: the dimension that counts rows; dimensions before it count experts, and those after
-            it are the columns.
-        blocks: the blocks that the tensor falls into.
-        moments_of_rows: whether a second moment has a number for each row even of wide matrices.
+        shape: shape of the stored tensor: (experts…, rows, cols), or (rows, rest…) if flattened.
+        row_dim: the dimension of rows. Dimensions before it are experts, those after it columns.
+        blocks: the blocks that make up the tensor.
+        moments_of_rows: True if second moments are per row, even of wide matrices.
     """
 
     shape: tuple[int, ...]
@@ -169,23 +172,23 @@ class Matrices:
     moments_of_rows: bool = False
 
     def count(self, block: Block) -> int:
-        """Matrices of a block in each expert."""
+        """Number of matrices of a block per expert."""
         return math.prod(block.shape[self.row_dim : block.row_axis])
 
     def has_moment_of_rows(self, block: Block) -> bool:
-        """Whether the second moment has a number for each row of a matrix, not for each column."""
+        """True if the second moment has a number for each row, False if for each column."""
         return self.moments_of_rows or block.rows >= block.cols
 
     def moments(self, block: Block) -> int:
-        """Elements of the second moment of one matrix."""
+        """Number of elements of one matrix's second moment."""
         return block.rows if self.has_moment_of_rows(block) else block.cols
 
     def all_moments(self, block: Block) -> int:
-        """Elements of the second moment of a block in each expert."""
+        """Number of elements of a block's second moments per expert."""
         return self.count(block) * self.moments(block)
 
     def moments_interval(self, block: Block) -> Interval:
-        """The interval of an expert's second moment that belongs to a block."""
+        """Returns the interval of an expert's second moments that belongs to a block."""
         start = sum(map(self.all_moments, self.blocks[: self.blocks.index(block)]))
         return start, start + self.all_moments(block)
 
@@ -194,20 +197,19 @@ def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split
     """Reads a stored tensor as matrices.
 
     Args:
-        shape: of the whole tensor.
-        is_expert: whether leading dimensions count experts.
-        flatten: whether to read more than two dimensions as (dim 0, all the rest).
-        split: the number of rows of each matrix, as a list or one number for all, or the notation
-            of axes, or None.
+        shape: shape of the whole tensor.
+        is_expert: True if leading dimensions are experts.
+        flatten: True to read more than two dimensions as (dim 0, all the rest).
+        split: a list of row counts, a number of rows, the notation of `split_notation`, or None.
 
     Raises:
-        ValueError: the tensor is no matrix, or the split does not fit. The text continues
+        ValueError: if the tensor is not a matrix or the split does not fit. The message continues
             "<parameter> …".
     """
     shape = tuple(shape)
     if len(shape) < 2:
         raise ValueError(
-            f"has shape {shape}: Muon orthogonalizes matrices, put it into a group with "
+            f"has shape {shape}, but Muon orthogonalizes matrices: put it into a group with "
             "use_muon=False"
         )
     if len(shape) > 2 and not (is_expert or flatten):
@@ -225,8 +227,10 @@ def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split
 
 
 def _block(experts: Sequence[int], parts: Sequence[Part]) -> Block:
-    """The block of the matrices that, in each expert, have these parts of the rows and of each
-    dimension of the columns; ``experts`` are the sizes of the leading dimensions."""
+    """Returns the block of one part of the rows and one part of each dimension of the columns.
+
+    ``experts`` are the sizes of the leading dimensions.
+    """
     counting = [Axis(dim, size) for dim, size in enumerate(experts)]
     joined: list[list[Axis]] = []
     for dim, part in enumerate(parts, len(experts)):
@@ -240,7 +244,7 @@ def _block(experts: Sequence[int], parts: Sequence[Part]) -> Block:
 
 
 def _merged(axes: Sequence[Axis]) -> list[Axis]:
-    """Counts the same indices by fewer axes: drops axes of one index, joins those evenly spaced."""
+    """Drops axes of one index, and joins nested axes whose indices are evenly spaced."""
     merged: list[Axis] = []
     for axis in axes:
         if axis.size != 1:

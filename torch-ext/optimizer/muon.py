@@ -161,7 +161,7 @@ class Muon(Stateful):
         self._rounding = Rounding(self._offload)
         self._integrity = integrity.Integrity()
         self._audit = None
-        self._clip = QKClip(None)  # off until all groups are added, which layers may span
+        self._clip = QKClip(None)  # off until all groups are added, since a layer may span groups
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         groups = self._read_groups()
@@ -221,20 +221,20 @@ class Muon(Stateful):
         return cls(groups, lr=lr, weight_decay=weight_decay, split=split, **options)
 
     def _forget_plans(self) -> None:
-        self._survey: Survey = NO_SURVEY  # of the groups as they were when it was made
+        self._survey: Survey = NO_SURVEY  # the latest survey of the groups
         self._agreed: Survey = NO_SURVEY  # the survey that ranks last agreed on
         self._agreement = agreement.Agreement()
-        self._compared = False  # whether replicas have compared their weights and gradients
+        self._compared = False  # True once replicas have compared their weights and gradients
         self._warmed_up: Optional[Plan] = None  # the plan whose kernels were compiled last
-        self._warned = False  # of a step that trains nothing
+        self._warned = False  # True after the warning about a step that trains nothing
         self._warned_of_rows = False
         self._checked: list[dict[str, Any]] = []  # groups at their last check
         self._checked_settings: object = None
-        self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # plan and schedule of the step
+        self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # the last step's, for summary
         self._forget_tensors()
 
     def _forget_tensors(self) -> None:
-        """Drops the views of weights and state that steps reuse, which would keep memory alive."""
+        """Drops cached views of weights and state, which would keep their memory alive."""
         self._bound: Optional[Bound] = None
         self._store.recheck()
 
@@ -262,8 +262,8 @@ class Muon(Stateful):
             self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
         validation.warn_about_overshoot(group_view)
         names = group.pop("names")
-        # torch wants param_names in all groups or in none. Some groups may have them here, so hide
-        # them from torch.
+        # torch requires param_names in all groups or in none. Here only some groups may have them,
+        # so hide them from torch.
         every_group = (*self.param_groups, group)
         hidden = [each.pop("param_names", None) for each in every_group]
         try:
@@ -275,7 +275,7 @@ class Muon(Stateful):
                     each["param_names"] = param_names
 
     def __repr__(self) -> str:
-        """A line for each group: its algorithm and rates, and what differs from Muon's defaults."""
+        """One line per group: its algorithm, its rates, and options that are not the default."""
         arguments, lines = inspect.signature(Muon).parameters.values(), []
         defaults = {**{p.name: p.default for p in arguments}, **options.NS_DEFAULTS}
         for number, group in enumerate(self.param_groups):
@@ -347,11 +347,11 @@ class Muon(Stateful):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler is to call every step, and to say which ones to skip."""
+        """True if `torch.amp.GradScaler` must call every step and say which ones to skip."""
         return not scaler_agrees(list(self._params()), self._settings)
 
-    @torch._disable_dynamo  # compiled code calls this function, and does not trace into it
-    @torch.inference_mode(False)  # else the state that a step makes could not be changed later
+    @torch._disable_dynamo  # torch.compile must not trace into a step
+    @torch.inference_mode(False)  # inference tensors as state could not be updated later
     @torch.no_grad()
     def _step(self, qk_logits: Optional[Logits], scaling: Scaling) -> None:
         progress = Progress(self._agreement, lambda: has_replicas(self._params(), self._settings))
@@ -366,13 +366,13 @@ class Muon(Stateful):
 
     @contextmanager
     def _telling_of_errors(self, scaling: Scaling) -> Iterator[None]:
-        """Within it, an error reaches the ranks that would wait for this one."""
+        """Reports an error raised in this context to the ranks that would wait for this one."""
         self._agreement.begin()
         try:
             yield
         except BaseException as error:
             sets, settings = self._sets(), self._settings
-            for ranks in sets:  # as the others do, which have no error
+            for ranks in sets:  # ranks without an error do the same
                 self._registration.number(ranks)
             structure = self._survey.structure(settings)
             how_often = settings.consistency_check
@@ -380,7 +380,7 @@ class Muon(Stateful):
             raise
 
     def _check(self, qk_logits: Optional[Logits], scaling: Scaling, progress: Progress) -> Step:
-        """Checks all that the step depends on, and makes it; nothing is written yet."""
+        """Checks everything that the step depends on, and makes the `Step`; writes nothing."""
         self._integrity.check()
         self._integrity.check_together()
         if self._settings is not self._checked_settings or self._settings.replicas:
@@ -401,7 +401,7 @@ class Muon(Stateful):
         plan, absent = survey.plan(groups, settings)
         validation.check_capturable(groups, plan, settings, self._offload.destination)
         scaling.check(groups)
-        # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
+        # torch.distributed.checkpoint creates state by calling step() with lr=0.
         is_dry = not self.state and all(is_zero_rate(group.lr) for group in groups)
         clipping = self._clip.begin(qk_logits, groups, survey, settings, is_dry)
         if settings.triton and plan is not self._warmed_up:
@@ -424,10 +424,10 @@ class Muon(Stateful):
         )
 
     def _agree(self, step: Step, scaling: Scaling) -> bool:
-        """Whether all ranks make the step; False if they skip it.
+        """Returns True if all ranks run the step, False if all skip it.
 
         Raises:
-            ValueError: ranks would do different things, or one of them has an error.
+            ValueError: if ranks would do different things, or any rank has an error.
         """
         survey, agreement, registration = self._survey, self._agreement, self._registration
         sets = with_replicas(set(survey.shared), self._settings)
@@ -449,7 +449,7 @@ class Muon(Stateful):
             return False
         if agreement.has_compared and not self._compared:
             problem = replica_difference(step, survey.names, self.state)
-            if problem is not None:  # then it is the same on all replicas
+            if problem is not None:  # all replicas have the same problem, so all raise
                 agreement.revoke()
                 raise ValueError(problem)
             self._compared = True
@@ -457,7 +457,7 @@ class Muon(Stateful):
         return True
 
     def _run(self, step: Step, scaling: Scaling) -> None:
-        """Makes the step, and keeps what the next one goes on from."""
+        """Creates missing state, runs the step, and caches what the next step reuses."""
         step.progress.is_running = True
         if not self._store.is_checked:
             self._store.drop_zeros(self.state)
@@ -482,7 +482,7 @@ class Muon(Stateful):
         return sets_of(self._params(), self._settings)
 
     def _check_reference(self, groups: list[Group]) -> None:
-        """Raises ValueError for what `reference` does not do, if that makes the steps."""
+        """With ``use_distributed_muon``, raises ValueError for options `reference` lacks."""
         if self._settings.use_distributed_muon:
             from .reference import check
 
@@ -496,7 +496,7 @@ class Muon(Stateful):
             check(groups, others)
 
     def _take_survey(self, groups: list[Group]) -> Survey:
-        """Checks the groups, and keeps their survey."""
+        """Checks and surveys the groups, and keeps the survey."""
         survey = self._survey_of(groups)
         if survey is not self._survey:
             self._survey = survey
@@ -506,7 +506,7 @@ class Muon(Stateful):
         return survey
 
     def _survey_of(self, groups: list[Group]) -> Survey:
-        """Checks the groups and surveys them; if nothing has changed, this is the kept survey."""
+        """Checks and surveys the groups; returns the kept survey if nothing has changed."""
         self._checked = validation.check_changed(
             groups, self.param_groups, self._checked, self._defaults_of
         )
@@ -526,7 +526,7 @@ class Muon(Stateful):
             schedule: True also lists the events of this rank's last step, in order.
         """
         groups = self._read_groups()
-        # The survey is not kept, as other ranks may not call this.
+        # Other ranks may not call this, so it must not replace the kept survey.
         return self._summarize(groups, self._survey_of(groups), self._last if schedule else None)
 
     def _summarize(

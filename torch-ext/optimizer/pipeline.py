@@ -1,20 +1,20 @@
 """Runs a step: momentum → gather → orthogonalize → scatter → weights, chunk by chunk.
 
-Every rank updates the momentum of what it holds, and sends the input of orthogonalization to the
-owners of the matrices, by an all-to-all. The owners orthogonalize them, and send every rank its
-part of the update, by another. Matrices that lie whole on this rank, in a local lane, pass through
-the same functions without traffic; on one device all lanes are local. In ZeRO-2 events before these
-average gradients.
+Every rank updates the momentum of its shards, and sends the input of orthogonalization to the
+owners of the matrices with an all-to-all. The owners orthogonalize the matrices, and send every
+rank its part of the update with another all-to-all. Matrices that are whole on this rank belong to
+local lanes: they pass through the same functions without traffic. On one device all lanes are
+local. In ZeRO-2, earlier events average gradients.
 
-`async_utils` decides the order of events. `step.binding` has made, once, the lists of tensors that
-each event works on: pieces of matrices that one call updates. An exchange carries a chunk between
-ranks. Where state lives in host memory, `Step.on_device` brings an event's lists to the device.
-docs/how-it-works.md explains the words.
+`async_utils` decides the order of events. `step.binding` has made the lists of tensors that each
+event works on, as pieces of matrices that one call updates. An `Exchange` carries a chunk between
+ranks. If state is in host memory, `Step.on_device` brings an event's tensors to the device.
+docs/how-it-works.md explains the terms.
 
-Traces of torch.profiler name four kinds of events, ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights`` and ``Muon.adamw``, and the comparison before a step, ``Muon.agree``. The code
-enters a new `record_function` context each time, and decorates no function: a decorator has one
-record, which threads that run several optimizers would share.
+In traces of torch.profiler, events are named ``Muon.momentum``, ``Muon.orthogonalize``,
+``Muon.weights`` and ``Muon.adamw``, and the comparison before a step is ``Muon.agree``. Each event
+enters a new `record_function` context. As a decorator, `record_function` would keep one record,
+which threads with several optimizers would share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .step.context import Bring, Step
 
 
 def run(step: Step) -> None:
-    """Updates all parameters."""
+    """Runs all events of a step, which updates all parameters."""
     if step.clipping is not None:
         step.clipping.reduce(step.settings)
     is_reference = step.settings.use_distributed_muon
@@ -53,7 +53,7 @@ def run(step: Step) -> None:
 
 
 def update_momentum(event: Event, step: Step) -> None:
-    """Updates this rank's momentum, B ← μB + wG, and starts to send the owners their input."""
+    """Updates this rank's momentum, B ← μB + wG, and starts the gather to the owners."""
     key = event.chunk
     chunk = step.bound.chunks[key]
     exchange = Exchange(chunk.chunk, chunk.lane, chunk.process_group, step.scratch)
@@ -84,7 +84,7 @@ def update_momentum(event: Event, step: Step) -> None:
 
 
 def orthogonalize_and_scatter(event: Event, step: Step) -> None:
-    """Computes U, the polar factors, on the owners of matrices, and starts to send U back."""
+    """Computes the polar factors U on the owners of matrices, and starts the scatter of U."""
     key = event.chunk
     chunk, exchange = step.bound.chunks[key], step.exchanges[key]
     exchange.finish_gather()
@@ -107,7 +107,7 @@ def orthogonalize_and_scatter(event: Event, step: Step) -> None:
 
 
 def update_weights(event: Event, step: Step) -> None:
-    """Updates this rank's weights, W ← W − lr·(scale·U + weight_decay·W); then clips by QK-Clip."""
+    """Updates this rank's weights, W ← W − lr·(scale·U + weight_decay·W), then applies QK-Clip."""
     key = event.chunk
     chunk, exchange = step.bound.chunks[key], step.exchanges.pop(key)
     exchange.finish_scatter()
@@ -123,7 +123,7 @@ def update_weights(event: Event, step: Step) -> None:
             for pieces in span.pieces:
                 options = step.groups[pieces.group]
                 decay_scale = pieces.scale if options.decay_lr == "adjusted" else 1.0
-                # `bring` takes lists in the order of `Bound._weights_load`.
+                # Calls of `bring` must come in the order of `Bound._weights_load`.
                 factors = _factors(pieces, exchange, bring, step)
                 rounded_by = step.rounded_by(pieces, bring)
                 step.watched(core.update_weights, pieces)(
@@ -171,7 +171,7 @@ DOES: dict[Do, Callable[[Event, Step], None]] = {
 def _factors(
     pieces: Pieces, exchange: Exchange, bring: Bring, step: Step
 ) -> Optional[list[Tensor]]:
-    """Updates V, the second moments; returns what each piece of the update is multiplied with."""
+    """Updates the second moments V; returns a factor for each piece of the update."""
     beta2 = step.groups[pieces.group].beta2
     if beta2 is None:
         return None

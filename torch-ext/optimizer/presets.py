@@ -1,13 +1,14 @@
-"""Translates the constructor arguments of other Muons to those of `Muon`.
+"""Presets: translate the constructor arguments of other Muons to arguments of `Muon`.
 
-A preset returns the keyword arguments of `Muon`, groups included: its user changes one line::
+A preset returns keyword arguments of `Muon`, including the parameter groups, so that switching
+changes one line::
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
-Presets raise a ValueError for an argument or a group key that neither the source nor this package
-has, or that has no counterpart, and for an empty list of parameters. Give further options of `Muon`
-to `Muon`. After a step gradients are what they are in the source: still there
-(``none_grad=False``), except with `motif`, which sets those of matrices to None.
+A preset raises ValueError for an empty list of parameters, and for any argument or group key that
+neither the source nor this package has, or that has no counterpart. Pass further options of `Muon`
+to `Muon` itself. As in the source, gradients remain after a step (``none_grad=False``), except with
+`motif`, which sets the matrices' gradients to None.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 
 
 def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
-    """Motif's ``Muon``: classical momentum and the coefficients of `you`.
+    """Motif's ``Muon``: classical momentum and the coefficients ``"you"``.
 
     Args:
         params: Motif's groups, with ``use_muon`` and ``names``.
-        lr, arguments: of Motif's constructor, which are those of `Muon` here.
+        lr: learning rate.
+        arguments: any other argument of Motif's constructor; `Muon` has the same ones.
     """
     _check_arguments(arguments, "Motif's Muon", _arguments_of(Muon))
     groups = validation.as_groups(params)
@@ -58,20 +60,20 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
 
 
 def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
-    """``torch.optim.Muon``: averaged momentum, one (a, b, c) for all iterations.
+    """``torch.optim.Muon``: averaged momentum, and one (a, b, c) for all iterations.
 
-    torch divides by max(norm, eps); here eps is added to the norm of the matrix scaled to a largest
-    magnitude of 1, so gradients below eps keep their direction.
+    torch divides a matrix by max(norm, eps). `Muon` adds eps to the norm of the matrix scaled to a
+    largest magnitude of 1, so gradients smaller than eps keep their direction.
 
     Args:
-        params: tensors, (name, tensor) pairs, or groups, which may have the arguments below.
+        params: tensors, (name, tensor) pairs, or groups, whose keys may be the arguments below.
         lr: learning rate.
         arguments: ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients`` (one (a, b,
-            c)), ``eps``, ``ns_steps``, ``adjust_lr_fn`` (None: the original scale;
-            ``"spectral_unclamped"`` is ``"spectral"`` here).
+            c)), ``eps``, ``ns_steps``, and ``adjust_lr_fn``. There, None is the original scale, and
+            ``"spectral_unclamped"`` is called ``"spectral"`` in this package.
 
     Raises:
-        ValueError: unknown ``adjust_lr_fn``.
+        ValueError: if ``adjust_lr_fn`` is unknown.
     """
     source, muon_keys = "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS]
     _check_arguments(arguments, source, muon_keys)
@@ -93,7 +95,7 @@ _TORCH_DEFAULTS = {
 
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """torch's arguments as those of `Muon`."""
+    """Translates torch's arguments to those of `Muon`."""
     renamed = {"eps": "ns_eps", "adjust_lr_fn": "adjust_lr"}
     translated = {renamed.get(key, key): value for key, value in arguments.items()}
     if "adjust_lr_fn" in arguments:
@@ -116,20 +118,22 @@ def keller_jordan(
     process_group: Any = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their like.
+    """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their variants.
 
-    Averaged momentum, quintic, scale sqrt(max(1, rows/cols)), absent gradients count as zeros,
-    convolutions read as (out, rest), in a group of their own: the source takes the scale of a
-    convolution from the two sides of its kernel, so it is 1 unless the kernel is higher than wide.
+    Averaged momentum, the coefficients ``"quintic"``, and the scale sqrt(max(1, rows/cols)).
+    Missing gradients count as zeros. Convolutions are read as (out, rest) and have their own group:
+    the source computes their scale from the two sides of the kernel, so it is 1 unless the kernel
+    is taller than wide.
 
     Args:
-        params: tensors, or groups with ``use_muon`` as ``MuonWithAuxAdam`` takes them (there
-            ``betas`` and ``eps`` are Adam's).
-        process_group: the ranks that divide the work, all with the same parameters and averaged
-            gradients; the source takes the default group, ``torch.distributed.group.WORLD``.
+        params: tensors, or groups with ``use_muon`` as in ``MuonWithAuxAdam``, where ``betas`` and
+            ``eps`` are Adam's.
+        lr, weight_decay, momentum: hyperparameters of Muon's groups.
+        process_group: the ranks that divide the work; all have the same parameters and averaged
+            gradients. The source uses the default group, ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: a convolution whose kernel is higher than wide: no ``adjust_lr`` has its scale.
+        ValueError: a convolution's kernel is taller than wide; no ``adjust_lr`` has its scale.
     """
     _check_arguments(unknown, "Keller Jordan's Muon", _arguments_of(keller_jordan))
     source, muon_keys = "Keller Jordan's Muon", {"lr", "weight_decay", "momentum"}
@@ -143,7 +147,10 @@ def keller_jordan(
             continue
         group = validation.normalize_group(group, f"param_groups[{number}]")
         if any(p.ndim == 4 and p.shape[-2] > p.shape[-1] for p in group["params"]):
-            raise ValueError("keller_jordan has no scale for a kernel higher than wide")
+            raise ValueError(
+                f"param_groups[{number}] has a kernel higher than wide, whose scale in Keller "
+                "Jordan's Muon has no counterpart: train it with AdamW"
+            )
         groups.append(_subset(group, lambda p: p.ndim != 4))
         convolutions = _subset(group, lambda p: p.ndim == 4)
         if convolutions["params"]:
@@ -168,10 +175,19 @@ def moonlight(
     adamw_eps: float = 1e-8,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """Moonlight's ``Muon``, which LlamaFactory ships: classical momentum, quintic, 0.2·sqrt(max).
+    """Moonlight's ``Muon``, which LlamaFactory ships: classical momentum, ``"quintic"``,
+    0.2·sqrt(max).
 
-    Its AdamW adds eps to the root of the uncorrected second moment; this one is torch's, which
-    corrects first. The two differ by what eps weighs in the first steps.
+    Moonlight's AdamW adds eps to the root of the second moment before bias correction; this
+    package's AdamW is torch's, which corrects first. The two differ by the weight of eps in the
+    first steps.
+
+    Args:
+        lr, wd: learning rate and weight decay of both algorithms.
+        muon_params: matrices for Muon.
+        momentum, nesterov, ns_steps: as in `Muon`.
+        adamw_params: parameters for AdamW.
+        adamw_betas, adamw_eps: as in `Muon`.
     """
     _check_arguments(unknown, "Moonlight's Muon", _arguments_of(moonlight))
     matrices = [] if muon_params is None else _as_list(muon_params)
@@ -204,26 +220,31 @@ def dion(
     newton_schulz_func: Optional[Callable[..., Tensor]] = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """microsoft/dion's ``Muon``: classical momentum, the coefficients of `you`, spectral scale.
+    """microsoft/dion's ``Muon``: classical momentum, the coefficients ``"you"``, spectral scale.
 
     Args:
-        params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
-            or with ``use_muon``, and arguments of its hyperparameters (``beta1`` and ``beta2`` in
-            place of ``betas``), and ``num_heads`` or ``split_sizes``.
-        distributed_mesh: a process group of replicas divides the work among them, as in the
-            source; a mesh has no effect, since DTensors say how they are sharded.
+        params: tensors, or groups. A group has ``algorithm``, ``"muon"`` (the default) or
+            ``"adamw"``, or ``use_muon``; hyperparameters, with ``beta1`` and ``beta2`` instead of
+            ``betas``; and ``num_heads`` or ``split_sizes``.
+        distributed_mesh: a process group of replicas, which divide the work as in the source. A
+            mesh has no effect, because DTensors say how they are sharded.
+        lr, weight_decay, nesterov: as in `Muon`.
+        mu: momentum.
+        betas: AdamW's.
+        epsilon: AdamW's eps, and Muon's ``ns_eps_absolute``.
         adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
-        flatten: tensors of more than two dimensions as (dim 0, rest). Without ``flatten`` the
-            source takes them for stacked matrices: name those by ``expert_keys`` here.
-        use_triton: has no effect; kernels are used where they run.
-        cautious_wd: decay only where update and weight agree in sign. Only matrices can have it:
-            groups of AdamW need ``cautious_wd=False`` or no decay.
-        use_polar_express: Polar Express instead of `you`, the default of later versions.
+        flatten: True reads tensors with more than two dimensions as (dim 0, rest). Without it, the
+            source reads them as stacked matrices; here, name those in ``expert_keys``.
+        use_triton: has no effect; Triton kernels are used wherever they run.
+        cautious_wd: True decays a weight only where it and its update agree in sign. Only matrices
+            can have this: groups of AdamW need ``cautious_wd=False`` or no decay.
+        use_polar_express: True uses the coefficients ``"polar_express"``, the default of later
+            versions.
 
     Raises:
-        ValueError: what has no counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an
-            ``algorithm`` that this package does not have (``"lion"``); an unknown scale;
-            ``num_heads`` together with ``split_sizes``.
+        ValueError: something has no counterpart (``newton_schulz_func``,
+            ``use_gram_newton_schulz``, or an ``algorithm`` such as ``"lion"``), the scale is
+            unknown, or a group has both ``num_heads`` and ``split_sizes``.
     """
     if newton_schulz_func or use_gram_newton_schulz:
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
@@ -239,19 +260,17 @@ def dion(
         algorithm = group.pop("algorithm", "muon" if group["use_muon"] else "adamw")
         _check_choice(f"{where}: algorithm", algorithm, ("muon", "adamw"))
         if algorithm == "muon" and not group["use_muon"]:
-            raise ValueError(f"{where} has algorithm='muon' and use_muon=False; give one of them")
-        own = {key: group.pop(key, default) for key, default in defaults.items()}
-        _check_choice(f"{where}: adjust_lr", own["adjust_lr"], _DION_SCALES)
-        group.update(momentum=own["mu"], cautious=own["cautious_wd"])
-        group.update(adamw_betas=(own["beta1"], own["beta2"]), adamw_eps=own["epsilon"])
-        group.update(adjust_lr=_DION_SCALES[own["adjust_lr"]], ns_eps_absolute=own["epsilon"])
+            raise ValueError(f"{where} has algorithm='muon' and use_muon=False: set one of them")
+        values = {key: group.pop(key, default) for key, default in defaults.items()}
+        _check_choice(f"{where}: adjust_lr", values["adjust_lr"], _DION_SCALES)
+        group.update(momentum=values["mu"], cautious=values["cautious_wd"])
+        group.update(adamw_betas=(values["beta1"], values["beta2"]), adamw_eps=values["epsilon"])
+        group.update(adjust_lr=_DION_SCALES[values["adjust_lr"]], ns_eps_absolute=values["epsilon"])
         group["use_muon"] = algorithm == "muon"
         if algorithm == "muon":
-            group["split"] = _dion_split(own["num_heads"], own["split_sizes"], where)
-        elif own["cautious_wd"] and group.get("weight_decay", weight_decay):
-            raise ValueError(
-                f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
-            )
+            group["split"] = _dion_split(values["num_heads"], values["split_sizes"], where)
+        elif values["cautious_wd"] and group.get("weight_decay", weight_decay):
+            raise ValueError(f"{where}: AdamW has no cautious decay here: set cautious_wd=False")
     given = dict(lr=lr, weight_decay=weight_decay, nesterov=nesterov, flatten=flatten)
     if distributed_mesh is not None and not hasattr(distributed_mesh, "mesh"):
         given["process_group"] = distributed_mesh
@@ -263,11 +282,11 @@ _DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None
 
 
 def _dion_split(heads: Any, sizes: Any, where: str) -> Any:
-    """The ``split`` of dion's ``num_heads``, each with as many rows, or of its ``split_sizes``."""
+    """Returns the ``split`` for dion's ``num_heads``, heads of equal rows, or ``split_sizes``."""
     if heads is None:
         return sizes
     if sizes is not None:
-        raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
+        raise ValueError(f"{where} has num_heads and split_sizes: set one of them")
     if not is_int(heads) or heads < 1:
         raise ValueError(f"{where}: num_heads must be an int ≥ 1, found {heads!r}")
     return f"([num_heads={heads}] rows) cols"
@@ -283,13 +302,13 @@ def normuon(
     use_polar_express: bool = True,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """microsoft/dion's ``NorMuon``: its ``Muon``, with a second moment for each row of a matrix.
+    """microsoft/dion's ``NorMuon``: its ``Muon`` with a second moment for each row of a matrix.
 
-    Where matrices are sharded, the source normalizes each shard by itself; this package normalizes
+    With sharded matrices, the source normalizes each shard separately; this package normalizes
     whole matrices.
 
     Args:
-        params, distributed_mesh, lr, mu, use_polar_express, arguments: as for `dion`.
+        params, distributed_mesh, lr, mu, use_polar_express, arguments: as in `dion`.
         muon_beta2: decay of the second moment, for all groups.
     """
     given = dion(params, distributed_mesh, lr, mu, use_polar_express=use_polar_express, **arguments)
@@ -312,27 +331,30 @@ def emerging_optimizers(
     weight_update_hook: Any = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """NVIDIA's Emerging-Optimizers' ``Muon``, which Megatron-LM trains with.
+    """``Muon`` of NVIDIA's Emerging-Optimizers, which Megatron-LM uses.
 
-    The arguments and defaults are those of 0.5.0a0 (20 August 2026); 0.4.0 has the same defaults.
-    Averaged momentum, the coefficients of `you`, which it calls ``"quintic"``.
+    Arguments and defaults are those of version 0.5.0a0 (20 August 2026); 0.4.0 has the same
+    defaults. Averaged momentum, and the coefficients ``"you"``, which the source calls
+    ``"quintic"``.
 
     Args:
-        params: tensors, or groups with ``lr``, ``momentum``, ``weight_decay``.
-        fp32_matmul_prec, use_syrk: have no effect; ``ns_dtype`` of `Muon` decides.
+        params: tensors, or groups with ``lr``, ``momentum`` and ``weight_decay``.
+        fp32_matmul_prec, use_syrk: have no effect; ``ns_dtype`` of `Muon` sets the precision.
         coefficient_type: ``"simple"``, ``"quintic"``, ``"polar_express"`` (eight triples of its
             own), ``"cans"``, ``"cubic5"`` or ``"deepseekv4"``.
-        scale_mode: ``"spectral"``, ``sqrt(max(rows, cols))``; ``"shape_scaling"``,
-            ``sqrt(max(1, rows/cols))``; ``"unit_rms_norm"``, ``sqrt(rows/cols)``.
-        extra_scale_factor: multiplies the update but not the decay. ``"spectral"`` makes it
-            ``adjust_lr``; other scales multiply matrices' learning rates by it, and divide their
-            decays. The source suggests 0.2, or sqrt((1 − β)/(1 + β)) for AdamW's first β.
+        num_ns_steps: iterations.
+        scale_mode: ``"spectral"`` is ``sqrt(max(rows, cols))``, ``"shape_scaling"`` is
+            ``sqrt(max(1, rows/cols))``, and ``"unit_rms_norm"`` is ``sqrt(rows/cols)``.
+        extra_scale_factor: multiplies the update but not the decay. With ``"spectral"`` it becomes
+            ``adjust_lr``; with other scales it multiplies the matrices' learning rates and divides
+            their decays. The source suggests 0.2, or sqrt((1 − β)/(1 + β)) with AdamW's first β.
 
     Raises:
-        ValueError: another ``weight_decay_method``; a ``weight_update_hook``; ``"aol"``, which in
-            the source turns the largest singular values around, and ``"custom"``; more steps than
-            ``"quintic"``, ``"cubic5"`` or ``"cans"`` have coefficients: the source repeats them,
-            or the last, which in 16-bit arithmetic diverges.
+        ValueError: an unsupported ``weight_decay_method`` or ``weight_update_hook``;
+            ``coefficient_type`` ``"aol"``, which flips the largest singular values in the source,
+            or ``"custom"``; or more steps than ``"quintic"``, ``"cubic5"`` or ``"cans"`` have
+            coefficients. The source then repeats them, or the last one, which diverges in 16-bit
+            arithmetic.
     """
     source = "Emerging-Optimizers' Muon"
     _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
@@ -353,9 +375,9 @@ def emerging_optimizers(
     return {"params": groups, **how}
 
 
-# By Emerging-Optimizers' scale, ``adjust_lr``; that of "spectral" is ``extra_scale_factor``.
+# Emerging-Optimizers' scale → ``adjust_lr``; for "spectral" it is ``extra_scale_factor``.
 _EMERGING_SCALES = {"shape_scaling": "original", "unit_rms_norm": "spectral"}
-# By Emerging-Optimizers' coefficients: the family that has them, or the triples.
+# Emerging-Optimizers' coefficients → the family that has them, or the triples.
 _EMERGING_COEFFICIENTS: dict[str, Any] = {
     "simple": "quintic",
     "quintic": "you",
@@ -374,10 +396,10 @@ _EMERGING_COEFFICIENTS: dict[str, Any] = {
 
 
 def _emerging_triples(coefficient_type: str, steps: int) -> Any:
-    """The ``ns_coefficients`` of Emerging-Optimizers: a family's name, or a triple for each step.
+    """Returns ``ns_coefficients``: a family's name, or one triple per iteration.
 
-    Lists that are too short go on with their last triple, as in the source, except those that
-    would turn updates around or diverge.
+    As in the source, lists that are too short repeat their last triple, but not those that would
+    then reverse updates or diverge.
     """
     _check_choice("coefficient_type", coefficient_type, _EMERGING_COEFFICIENTS)
     family = _EMERGING_COEFFICIENTS[coefficient_type]
@@ -387,7 +409,7 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
     if steps > len(triples) and coefficient_type in ("quintic", "cubic5", "cans"):
         raise ValueError(
             f"num_ns_steps={steps} would repeat coefficients of {coefficient_type!r}, which can "
-            f"turn updates around or make them infinite: at most {len(triples)}"
+            f"reverse updates or make them infinite: use at most {len(triples)}"
         )
     return triples[:steps] + triples[-1:] * (steps - len(triples))
 
@@ -395,21 +417,21 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
 class MuonAdamW(Muon):
     """nanochat's ``MuonAdamW``: Polar Express, factored second moment, cautious decay.
 
-    Its version of July 2026 also equilibrates rows before the iteration and renormalizes after it,
-    and does what `DistMuonAdamW` does where torch.distributed is initialized, over all ranks.
+    nanochat's version of July 2026 also equilibrates rows before the iteration and renormalizes U
+    after it. If torch.distributed is initialized, it works over all ranks as `DistMuonAdamW` does.
 
     Args:
         param_groups: groups with ``kind``: ``"muon"`` (``lr``, ``momentum``, ``ns_steps``,
             ``beta2``, ``weight_decay``; ``beta2=None`` means 0) or ``"adamw"`` (``lr``, ``betas``,
-            ``eps``, ``weight_decay``). The keys stay live: schedules may set them at any time.
-        version: of nanochat's formulas, ``"2026-02"`` or ``"2026-07"``.
-        options: further ones of `Muon`, such as ``ns_dtype``.
+            ``eps``, ``weight_decay``). Schedules may change these keys at any time.
+        version: version of nanochat's formulas, ``"2026-02"`` or ``"2026-07"``.
+        options: further options of `Muon`, such as ``ns_dtype``.
 
-    Unlike in nanochat, the learning rate, decay and betas are not rounded to the parameters' dtype,
-    and each matrix has a momentum buffer of its own in the state.
+    Unlike nanochat, it does not round the learning rate, decay and betas to the parameters' dtype,
+    and keeps a separate momentum buffer for each matrix.
 
     Raises:
-        ValueError: an unknown ``kind`` or ``version``; whatever `Muon` raises.
+        ValueError: unknown ``kind`` or ``version``; or anything that `Muon` raises.
     """
 
     def __init__(
@@ -422,14 +444,15 @@ class MuonAdamW(Muon):
         for key in ("beta2", *_NANOCHAT_KEYS, *fixed):
             if key in options:
                 raise ValueError(
-                    f"{key} is nanochat's, or a group's: {type(self).__name__} takes none"
+                    f"{type(self).__name__} does not accept {key}, which nanochat fixes or sets in "
+                    "groups: leave it out"
                 )
         super().__init__(param_groups, **fixed, **options)
 
     @classmethod
     def for_model(cls, *_: Any, **__: Any) -> MuonAdamW:
         raise TypeError(
-            f"{cls.__name__} takes nanochat's groups: recipes.nanochat(model) makes them"
+            f"{cls.__name__} needs nanochat's groups: recipes.nanochat(model) makes them"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -452,7 +475,7 @@ class MuonAdamW(Muon):
         return super()._translate({**group, **options})
 
 
-# nanochat's formulas as options; the input of the iteration is divided by factor·norm + eps.
+# nanochat's formulas as options. It divides the input of the iteration by factor·norm + eps.
 _NANOCHAT: dict[str, Any] = {
     "ns_coefficients": "polar_express",
     "momentum_style": "ema",
@@ -471,23 +494,23 @@ _NANOCHAT_VERSIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-# What nanochat calls options of AdamW's groups.
+# nanochat's names of options of AdamW's groups.
 _NANOCHAT_KEYS = {"adamw_betas": "betas", "adamw_eps": "eps"}
 
 
 class DistMuonAdamW(MuonAdamW):
-    """nanochat's ``DistMuonAdamW``: `MuonAdamW` of replicas, in ZeRO-2, without a DDP wrapper.
+    """nanochat's ``DistMuonAdamW``: `MuonAdamW` for replicas, in ZeRO-2, without a DDP wrapper.
 
-    Every rank comes with the gradients of its own batch. ``step()`` averages them by
-    reduce-scatter, each rank keeps the state of its rows, owners orthogonalize, updates are
-    gathered.
+    Every rank has the gradients of its own batch. ``step()`` averages them by reduce-scatter, and
+    each rank keeps the state of its rows. Owners orthogonalize the matrices, and all ranks gather
+    the updates.
 
     Args:
         param_groups: as for `MuonAdamW`, the same on all ranks.
-        process_group: the ranks; None is all of them.
+        process_group: the replicas; None is all ranks.
 
     Raises:
-        ValueError: torch.distributed is not initialized; whatever `MuonAdamW` raises.
+        ValueError: torch.distributed is not initialized; or anything that `MuonAdamW` raises.
     """
 
     def __init__(
@@ -501,7 +524,10 @@ class DistMuonAdamW(MuonAdamW):
 def _muon_groups(
     params: Params, source: str, muon_keys: Collection[str], adamw_keys: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group."""
+    """Copies groups, with ``use_muon=True`` by default; puts tensors or pairs into one Muon group.
+
+    Raises ValueError for unknown keys.
+    """
     params = _as_list(params)
     if not params:
         raise ValueError(f"{source} got an empty parameter list")
@@ -528,7 +554,7 @@ def _check_arguments(names: Iterable[str], source: str, valid: Collection[str]) 
             raise ValueError(f"{source} has no argument {name!r}{_instead(name, valid)}")
 
 
-# Keys that say what a group holds, which all sources' groups may have.
+# Keys for the contents of a group, which groups of all sources may have.
 _CONTENTS = ("params", "names", "param_names", "use_muon", "expert_keys")
 
 
@@ -536,14 +562,14 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
     for key in set(group) - {*_CONTENTS, *valid}:
         instead = _instead(key, sorted(valid))
         raise ValueError(
-            f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
-            f"has not{instead}. Set further options of this package, and keys of your own, on the "
-            "groups that the preset returns"
+            f"param_groups[{number}] has {key!r}, which is no key of such a group of {source}"
+            f"{instead}. Set further options of this package, and keys of your own, on the groups "
+            "that the preset returns"
         )
 
 
 def _instead(word: str, valid: Collection[str]) -> str:
-    """What may be meant by a word that means nothing, and all words that mean something."""
+    """Suggests a replacement for an unknown word, and lists the valid ones."""
     instead = suggestion(word, valid)
     return f"{f' ({instead})' if instead else ''}; it has {', '.join(valid)}"
 
@@ -555,7 +581,7 @@ def _check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def _subset(group: Mapping[str, Any], condition: Callable[[Tensor], bool]) -> dict[str, Any]:
-    """The group with only the parameters that meet a condition, and their names."""
+    """Returns the group with only the parameters that meet a condition, and their names."""
     chosen = list(map(condition, group["params"]))
     keys = group.keys() & {"params", "names", "param_names"}
     return {**group, **{key: list(itertools.compress(group[key], chosen)) for key in keys}}

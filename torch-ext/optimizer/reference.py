@@ -1,7 +1,7 @@
 """Muon without owners, as a reference: every rank gathers and orthogonalizes every matrix.
 
-``use_distributed_muon=True`` takes this path, one parameter after the other. It shares the formulas
-with the engine, but neither plans nor chunks.
+``use_distributed_muon=True`` selects this path, which updates one parameter after another. It
+shares the engine's formulas, but not its plans or chunks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .newton_schulz.iteration import Eps, orthogonalize
 from .parameters.options import Group
 from .step.context import Step
 
-# Options of groups that this path knows one value of.
+# Options of groups for which this path supports only one value.
 ONLY = {"beta2": None, "weight_rounding": "nearest", "capturable": False}
 
 
 def check(groups: Sequence[Group], others: dict[str, bool]) -> None:
-    """Raises ValueError for whatever needs the engine: options of groups, or others that are on."""
+    """Raises ValueError for group options, and for others that are on, that need the engine."""
     found = [
         f"{key}={getattr(group, key)!r}"
         for group in groups
@@ -34,15 +34,15 @@ def check(groups: Sequence[Group], others: dict[str, bool]) -> None:
     found += [name for name, is_on in others.items() if is_on]
     if found:
         raise ValueError(
-            f"use_distributed_muon=True is a plain reference, which can't do {found[0]}: leave one "
-            "of them out"
+            f"use_distributed_muon=True is a plain reference, which does not support {found[0]}: "
+            "leave one of them out"
         )
 
 
 def update_matrices(step: Step) -> None:
-    """Updates momentum and weights of all parameters of Muon that take part."""
+    """Updates the momentum and weights of all of Muon's parameters that take part in the step."""
 
-    def order(number: int) -> tuple:  # the same on all ranks, or two of them could wait in a circle
+    def order(number: int) -> tuple:  # the same on all ranks, which could deadlock otherwise
         return ranks_sort_key(dtensors.ranks_of(step.params[number]) or ())
 
     for number in sorted(range(len(step.params)), key=order):
@@ -68,7 +68,7 @@ def _update(number: int, step: Step) -> None:
             maximize=group.maximize,
             opmath=entry.opmath,
         )
-    # What does not travel is rounded to a wire of 32 or 64 bits all the same, as if it did.
+    # Plain tensors are also rounded to a wire of 32 or 64 bits, as if they traveled.
     wire = entry.wire
     if wire.itemsize < 4 and not dtensors.is_sharded(param):
         wire = entry.opmath

@@ -1,4 +1,4 @@
-"""Says which part of a tensor each rank of a mesh holds: plain arithmetic, no process group."""
+"""Computes which part of a tensor each rank of a mesh holds, without a process group."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Region = tuple[Interval, ...]  # one interval per dimension of the stored tensor
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """The placement on a mesh dimension that cuts a tensor dimension into shards.
+    """The placement of a mesh dimension that cuts a tensor dimension into shards.
 
     Args:
         dim: the tensor's dimension.
-        strided: whether later mesh dimensions cut the same tensor dimension before this one does,
-            as in FSDP over tensor parallelism (torch's ``_StridedShard``).
+        strided: True if later mesh dimensions cut the same tensor dimension before this one, as in
+            FSDP over tensor parallelism (torch's ``_StridedShard``).
     """
 
     dim: int
@@ -28,12 +28,12 @@ class ShardedDim:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How tensors lie on a mesh of ranks.
+    """How tensors are placed on a mesh of ranks.
 
     Args:
-        mesh_shape: ranks in each dimension of the mesh.
+        mesh_shape: number of ranks in each mesh dimension.
         ranks: global ranks in row-major order of the mesh.
-        placements: one for each mesh dimension; None for a mesh dimension that replicates.
+        placements: one for each mesh dimension; None for a dimension that replicates.
     """
 
     mesh_shape: tuple[int, ...]
@@ -48,10 +48,10 @@ class Sharding:
         return self._hash  # type: ignore[attr-defined]
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Indices of a rank in the mesh.
+        """Returns the indices of a rank in the mesh.
 
         Raises:
-            ValueError: the rank is not in the mesh.
+            ValueError: if the rank is not in the mesh.
         """
         index, coordinate = self.ranks.index(rank), []
         for size in reversed(self.mesh_shape):
@@ -61,7 +61,7 @@ class Sharding:
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def region(self, shape: tuple[int, ...], rank: int) -> Region:
-        """What ``rank`` holds of a tensor of ``shape``; nothing if it is not in the mesh."""
+        """Returns the region of a tensor that ``rank`` holds; empty if it is not in the mesh."""
         if rank not in self.ranks:
             return tuple((0, 0) for _ in shape)
         region, coordinate = list(whole(shape)), self.coordinate(rank)
@@ -75,12 +75,12 @@ class Sharding:
 
     @functools.lru_cache(maxsize=1 << 12)  # noqa: B019
     def peers(self, rank: int, dims: Iterable[int], replicas: bool = False) -> tuple[int, ...]:
-        """The ranks, ascending, whose parts differ from that of ``rank`` only in ``dims``.
+        """Returns the ranks, ascending, whose regions differ from ``rank``'s only in ``dims``.
 
         Args:
-            rank: global rank; if it is not in the mesh, it has no peers.
+            rank: global rank; outside of the mesh it has no peers.
             dims: dimensions of the tensor, hashable.
-            replicas: whether to include the ranks that hold replicas of these parts.
+            replicas: True to include ranks that hold replicas of these regions.
         """
         if rank not in self.ranks:
             return ()
@@ -92,12 +92,12 @@ class Sharding:
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def replica(self, rank: int) -> tuple[int, ...]:
-        """Which replica ``rank`` holds a part of: its indices in mesh dimensions that replicate."""
+        """Identifies the replica of ``rank``: its indices in the replicating mesh dimensions."""
         indices = zip(self.coordinate(rank), self.placements)
         return tuple(index for index, placement in indices if placement is None)
 
     def cutting_order(self) -> list[int]:
-        """Mesh dimensions in the order in which they cut the tensor."""
+        """Returns the mesh dimensions in the order in which they cut the tensor."""
         order: list[int] = []
         for index in reversed(range(len(self.mesh_shape))):
             placement = self.placements[index]
@@ -109,14 +109,14 @@ class Sharding:
 
 
 def shard_interval(size: int, parts: int, index: int) -> Interval:
-    """Part ``index`` of ``range(size)`` as `torch.chunk` cuts it: the last parts may be shorter."""
+    """Returns part ``index`` of ``range(size)``, cut as in `torch.chunk`: the last are shorter."""
     length = -(-size // parts)
     start = min(size, length * index)
     return (start, min(size, start + length))
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """The region that holds all of a tensor."""
+    """Returns the region that covers all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -132,15 +132,15 @@ def shape_of(region: Region) -> tuple[int, ...]:
 
 
 def is_same_shape(held: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether two shapes are equal, or neither has elements.
+    """Returns True if two shapes are equal, or if neither has elements.
 
-    Of a shard without columns, FSDP2 around tensor parallelism holds (0, 0) for (rows, 0).
+    For a shard without columns, FSDP2 around tensor parallelism has shape (0, 0), not (rows, 0).
     """
     return tuple(held) == tuple(expected) or 0 == math.prod(held) == math.prod(expected)
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """What two intervals share; if they share nothing, an empty interval within ``a``."""
+    """Returns the intersection of two intervals; if it is empty, an empty interval in ``a``."""
     start = min(max(a[0], b[0]), a[1])
     return (start, max(start, min(a[1], b[1])))
 
@@ -150,7 +150,7 @@ def intersect(a: Region, b: Region) -> Region:
 
 
 def relative(region: Region, origin: Region) -> Region:
-    """``region`` in coordinates that begin where ``origin`` does."""
+    """Returns ``region`` in coordinates relative to the start of ``origin``."""
     return tuple((start - o, stop - o) for (start, stop), (o, _) in zip(region, origin))
 
 

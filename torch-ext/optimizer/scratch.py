@@ -1,7 +1,7 @@
 """Reuses buffers on the device across the chunks of one step.
 
-A buffer as large as a chunk is above the size from which allocators hand pages back to the system;
-on CPUs, taking these anew for every chunk costs more than the element-wise work done in them.
+Allocators return buffers as large as a chunk to the operating system. On CPUs, allocating them
+again for every chunk costs more than the element-wise work done in them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Scratch:
-    """Hands out uninitialized tensors, by their purpose or until they are given back."""
+    """Lends tensors, either one for each purpose (`empty`) or until their return (`give`)."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple, Tensor] = {}
@@ -29,31 +29,34 @@ class Scratch:
         device: torch.device,
         make: Callable[..., Tensor] = torch.empty,
     ) -> Tensor:
-        """A contiguous tensor, valid until the same purpose, dtype and device are asked for."""
+        """Returns an uninitialized contiguous tensor.
+
+        It is valid until the next call with the same purpose, dtype and device.
+        """
         key, numel = (purpose, dtype, device), math.prod(shape)
         if key not in self._buffers or self._buffers[key].numel() < numel:
-            self._buffers.pop(key, None)  # before the larger one, or both would live
+            self._buffers.pop(key, None)  # free it before the larger one is allocated
             self._buffers[key] = make(numel, dtype=dtype, device=device)
         return self._buffers[key][:numel].view(tuple(shape))
 
     def in_dtype(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The flat tensor itself where it has that dtype, else an uncleared buffer of its size."""
+        """Returns the flat tensor itself if it has that dtype, else a buffer of its size."""
         if tensor.dtype == dtype:
             return tensor
         return self.empty("in dtype", tensor.shape, dtype, tensor.device, torch.zeros)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor of numbers, valid until it is given back with `give`.
+        """Returns a flat tensor of ``numel`` elements, valid until it is returned with `give`.
 
-        A new one has zeros, and a used one what it had: padding between what is written travels,
-        and arbitrary bits could be NaN, at which NCCL aborts where it is asked to check.
+        New buffers are zeroed and reused ones keep their contents, so that padding, which travels,
+        never has arbitrary bits: they could be NaN, on which NCCL aborts with NaN checks on.
         """
         free = self._free.setdefault((dtype, device), [])
         fitting = [index for index, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
             buffer = free.pop(min(fitting, key=lambda index: free[index].numel()))
         else:
-            if free:  # too small: let one go, or the memory held would only grow
+            if free:  # all are too small: free one, or memory would only grow
                 free.pop()
             buffer = torch.zeros(numel, dtype=dtype, device=device)
         taken = buffer[:numel]
@@ -61,5 +64,5 @@ class Scratch:
         return taken
 
     def give(self, tensor: Tensor) -> None:
-        """Lets a later `take` reuse a tensor's buffer; all users are on the same stream."""
+        """Returns a tensor from `take`, for reuse by later calls on the same stream."""
         self._free[tensor.dtype, tensor.device].append(self._taken.pop(id(tensor)))

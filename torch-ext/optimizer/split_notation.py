@@ -1,13 +1,13 @@
-"""Parses the notation of ``split``: how the rows and columns of a stored tensor make matrices.
+"""Parses the notation of ``split``: how the rows and columns of a stored tensor form matrices.
 
 ``"(group (q=512 + k=128 + v=128)) dim"`` describes a tensor (rows, cols). Its rows are groups, each
-of 512 rows of queries, 128 of keys and 128 of values. Axes in parentheses are nested, the outer one
-first. ``+`` puts parts one after another, and each part is a matrix: here the rows of queries of
-all groups form one matrix. An axis in brackets gives one matrix for each of its indices instead of
-joining them: ``"([head] 64) dim"`` are heads of 64 rows.
+with 512 rows of queries, 128 of keys and 128 of values. Axes in parentheses are nested, outermost
+first. ``+`` separates consecutive parts, and each part is a matrix: here the query rows of all
+groups form one matrix. An axis in brackets instead gives one matrix for each of its indices:
+``"([head] 64) dim"`` is one matrix of 64 rows per head.
 
-An axis is written as a name, a size, or both. In each dimension one name may have no size, which
-then follows from the tensor's; this name may occur more than once: ``"dim (c + c + c)"`` are three
+An axis is written as a name, a size, or both. In each dimension one name may lack a size, which is
+then inferred from the tensor. This name may occur more than once: ``"dim (c + c + c)"`` is three
 matrices of equal width, side by side.
 """
 
@@ -24,7 +24,7 @@ _EXAMPLE = "as in '(group (q=512 + k=128 + v=128)) dim'"
 
 
 class Loop(NamedTuple):
-    """An axis of a part: how many indices, how far apart, and whether each is another matrix."""
+    """An axis of a part: its number of indices, their distance, and if each is a matrix."""
 
     size: int
     stride: int
@@ -36,8 +36,8 @@ class Part(NamedTuple):
 
     Args:
         start: the first index.
-        loops: the nested axes that give the other indices, the outer one first.
-        names: the names of these axes, as far as they have names.
+        loops: the nested axes that give the other indices, outermost first.
+        names: the names of those axes that have names.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     names: tuple[str, ...] = ()
 
     def indices(self) -> list[int]:
-        """All indices of the part, ascending."""
+        """Returns all indices of the part."""
         steps = (range(0, loop.size * loop.stride, loop.stride) for loop in self.loops)
         return [self.start + sum(offsets) for offsets in itertools.product(*steps)]
 
@@ -56,22 +56,23 @@ class _Axis(NamedTuple):
     counts_matrices: bool
 
 
-_Product = list  # of terms, the outer one first: each an axis, or a sum, a list of products
+_Product = list  # of terms, outermost first; a term is an axis, or a sum: a list of products
 
 
 def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], list[list[Part]]]:
-    """The parts that rows and columns fall into; each pair of them is one or more matrices.
+    """Splits rows and columns into parts; each pair of them is one or more matrices.
 
     Args:
         split: a list of row counts, a number of rows, the notation, or None.
-        rows: of the tensor.
-        cols: the tensor's sizes after the rows; several if they are flattened.
+        rows: the tensor's number of rows.
+        cols: the sizes of the dimensions after the rows; several if they are flattened.
 
     Returns:
-        The parts of the rows; and those of the columns, each a `Part` for every dimension of them.
+        The parts of the rows, and the parts of the columns, each a list with one `Part` per
+        dimension in ``cols``.
 
     Raises:
-        ValueError: the split does not fit. The text continues "<parameter> …".
+        ValueError: if the split does not fit. The message continues "<parameter> …".
     """
     whole = [Part(0, (Loop(size, 1),)) for size in cols]
     if not isinstance(split, str):
@@ -82,12 +83,12 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
     if len(cols) == 1:
         return row_parts, [[part] for part in col_parts]
     if len(col_parts) > 1 or any(loop.counts_matrices for loop in col_parts[0].loops):
-        raise ValueError(f"has flattened columns, which split={split!r} can't part")
+        raise ValueError(f"has flattened columns, which split={split!r} can't divide")
     return row_parts, [whole]
 
 
 def _consecutive(split: Any, rows: int) -> list[Part]:
-    """Cuts rows into matrices of consecutive rows; neighbours with equal counts are one part."""
+    """Cuts rows into matrices of consecutive rows; adjacent equal row counts form one part."""
     if split is None:
         split = [rows]
     if not isinstance(split, Sequence):
@@ -105,16 +106,16 @@ def _consecutive(split: Any, rows: int) -> list[Part]:
 
 
 def parse(notation: str) -> tuple[_Product, _Product]:
-    """The terms of the rows and of the columns.
+    """Returns the terms of the rows and those of the columns.
 
     Raises:
-        ValueError: the text is not in the notation; the message says why.
+        ValueError: if the text is not in the notation; the message says why.
     """
     tokens = list(_tokens(notation))
     product = _product(tokens, notation)
     if tokens or len(product) != 2:
         raise ValueError(
-            f"{notation!r} must be two terms, of rows and of columns, {_EXAMPLE}, found "
+            f"{notation!r} must be two terms, for rows and for columns, {_EXAMPLE}, found "
             f"{f'{tokens[0][-1]!r}' if tokens else f'{len(product)} terms'}"
         )
     return product[:1], product[1:]
@@ -134,7 +135,7 @@ def _tokens(notation: str) -> Iterator[tuple[str, ...]]:
 
 
 def _product(tokens: list[tuple[str, ...]], notation: str) -> _Product:
-    """Takes terms off the tokens, up to one that ends a product."""
+    """Removes tokens up to one that ends the product, and returns its terms."""
     product: _Product = []
     while tokens and tokens[0][-1] not in (")", "]", "+"):
         name, size, number, sign = tokens.pop(0)
@@ -147,7 +148,7 @@ def _product(tokens: list[tuple[str, ...]], notation: str) -> _Product:
             terms.append(_product(tokens, notation))
         closing = tokens.pop(0)[-1] if tokens else ""
         if closing != {"(": ")", "[": "]"}[sign] or not all(terms):
-            raise ValueError(f"{notation!r} has {sign!r} without an axis or what closes it")
+            raise ValueError(f"{notation!r} has an empty or unclosed {sign!r}")
         if sign == "[":
             if len(terms[0]) != 1 or not isinstance(terms[0][0], _Axis):
                 raise ValueError(f"{notation!r} has more than one axis in brackets")
@@ -158,30 +159,31 @@ def _product(tokens: list[tuple[str, ...]], notation: str) -> _Product:
 
 
 def resolve(product: _Product, total: int, what: str, source: str) -> list[Part]:
-    """The parts that a dimension of ``total`` indices falls into.
+    """Splits a dimension of ``total`` indices into parts.
 
     Args:
         product: the terms of the dimension.
-        what, source: what messages call its indices, and the text that the product comes from.
+        what: what messages call the indices: rows or columns.
+        source: the option and the text that ``product`` was parsed from, for messages.
 
     Raises:
-        ValueError: sizes don't fit. The text continues "<parameter> …".
+        ValueError: if the sizes do not fit. The message continues "<parameter> …".
     """
     axes = list(_axes(product))
     sizes = {axis.name: axis.size for axis in axes if axis.name and axis.size is not None}
     unknown = dict.fromkeys(a.name for a in axes if a.size is None and a.name not in sizes)
     subject = f"has {total} {what}, which {source}"
     if len(unknown) > 1:
-        raise ValueError(f"{subject} does not tell: give sizes of all but one of {list(unknown)}")
+        raise ValueError(f"{subject} can't divide: give sizes to all but one of {list(unknown)}")
     if any(axis.size not in (None, sizes.get(axis.name, axis.size)) for axis in axes):
-        raise ValueError(f"{subject} can't part: a name has two sizes")
+        raise ValueError(f"{subject} can't divide: a name has two sizes")
     for name in unknown:  # the total is linear in the size of a name that is not nested in itself
         with_0, with_1, with_2 = (_size(product, {**sizes, name: n}) for n in (0, 1, 2))
         if with_2 - with_1 != with_1 - with_0 or not with_1 - with_0:
-            raise ValueError(f"{subject} can't part: {name!r} is nested in itself")
+            raise ValueError(f"{subject} can't divide: {name!r} is nested in itself")
         sizes[name] = (total - with_0) // (with_1 - with_0)
     if not unknown and _size(product, sizes) != total:
-        raise ValueError(f"{subject} counts as {_size(product, sizes)}")
+        raise ValueError(f"has {total} {what}, but {source} adds up to {_size(product, sizes)}")
     if _size(product, sizes) != total or min(sizes.values(), default=1) < min(1, total):
         raise ValueError(f"{subject} does not divide")
     return _parts(product, 1, sizes)
@@ -206,7 +208,7 @@ def _size(product: _Product, sizes: dict[str, Any]) -> int:
 
 
 def _parts(product: _Product, stride: int, sizes: dict[str, Any]) -> list[Part]:
-    """The parts that a product stands for; its innermost indices are ``stride`` apart."""
+    """Returns the parts of a product whose innermost indices are ``stride`` apart."""
     parts = [Part(0, ())]
     for term in reversed(product):
         if isinstance(term, _Axis):

@@ -1,8 +1,8 @@
-"""`Muon.audit`: what steps did to every matrix, as numbers, and as findings in words.
+"""`Muon.audit`: what steps did to every matrix, as numbers and as findings.
 
-While it is on, a step leaves norms on the device, and copies of a few updates. They are read when
-somebody asks, so that no step waits. A rank records its own parts of the matrices, and the updates
-of the matrices that it owns; `Audit.report` brings together what all ranks have recorded.
+During an audit, each step leaves norms and a copy of one update on the device. They are read on
+request, so no step waits. A rank records its parts of the matrices, and the updates of the matrices
+it owns; `Audit.report` merges the records of all ranks.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from ..step.context import Step
 from ..weight_rounding import RoundedBy, widen
 from .summary import likely_embeddings
 
-# Bounds of what is healthy, beyond which there is a finding.
+# Bounds of a healthy run; anything beyond them is a finding.
 SMALLEST_RANK = 0.1  # of the update, over the shorter side
 LARGEST_SIGMA = 1.5  # singular value of an orthogonalized matrix
 LARGEST_OUTLIER = 20.0  # relative change of a matrix, over the median of all
-MOST_LOST = 0.3  # of an update, by rounding
+MOST_LOST = 0.3  # fraction of an update lost to rounding
 LARGEST_CHANGE = 0.5  # of the median matrix in a step, relative
-LEAST_NONZERO = 0.25  # of a gradient's elements; embeddings have fewer, as batches use few tokens
-LEAST_GRADIENT = 1e-6  # of all gradients, over the momentum
+LEAST_NONZERO = 0.25  # fraction of a gradient; lower in embeddings, since batches use few tokens
+LEAST_GRADIENT = 1e-6  # norm of all gradients, over that of the momentum
 LEAST_RMS = 1e-8  # root mean square of all gradients: AdamW's usual eps
 
 NORMS = ("gradient", "momentum", "weight", "update", "change", "lost")
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 _EXPERTS = ("experts",)
-_SUMMED = (*NORMS, "nonzero")  # whose squares are added over ranks and parts
-_OF_MOMENTUM = ("gradient", "momentum", "nonzero")  # divided where replicas divide momentum
+_SUMMED = (*NORMS, "nonzero")  # their squares add up over ranks and parts
+_OF_MOMENTUM = ("gradient", "momentum", "nonzero")  # divided if replicas divide momentum
 
 
 @dataclass
 class StepRecord:
-    """What a rank has of one step.
+    """One rank's record of one step.
 
     Args:
-        plan: of the step.
-        absent: names of matrices that had no gradient.
-        norms: what they are of, one of `NORMS`; names of parameters; norms, (n,) on the device.
-        owned: names of the parameters of matrices that this rank has orthogonalized, shorter sides,
-            and the Frobenius norms of their polar factors, (n,) on the device.
+        plan: the step's plan.
+        absent: names of matrices without a gradient.
+        norms: which of `NORMS` (or "nonzero"), names of parameters, and norms, (n,) on the device.
+        owned: for matrices this rank orthogonalized: names of their parameters, shorter sides, and
+            Frobenius norms of their polar factors, (n,) on the device.
         samples: names, and polar factors (rows, cols).
     """
 
@@ -74,19 +74,18 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Report:
-    """What steps did; ``print`` shows findings first.
+    """What the audited steps did; ``print`` shows findings first.
 
     Args:
-        findings: what is wrong, the worst first, each with what to do; empty of a healthy run.
-        steps: for each step that was audited, by the names of Muon's parameters: ``gradient``,
-            ``momentum``, ``weight``, ``update``, ``change`` and ``lost``, Frobenius norms: of the
-            gradient as `step` got it, of the momentum, of the weight before, of the update with
-            decay in fp32, of what became of the weight (with QK-Clip), and of what rounding it took
-            from the update; ``shape``; ``numel``; ``matrices``, a count; ``owners``, global ranks;
-            ``relative_rank``, the squared norm of the polar factors over that of orthogonal
-            matrices; ``absent``, without a gradient; ``differs``, between replicas; and of some
-            ``sigma``, the singular values of one polar factor at the quantiles 0, 0.1, 0.5, 0.9, 1;
-            ``nonzero``, the share of the gradient's elements that are not zero.
+        findings: what is wrong, the worst first, each with what to do; empty for a healthy run.
+        steps: for each audited step, by name of Muon's parameters. Frobenius norms: ``gradient``
+            (as `step` received it), ``momentum``, ``weight`` (before the step), ``update`` (with
+            decay, in fp32), ``change`` (of the weight, including QK-Clip) and ``lost`` (the part of
+            the update lost to rounding). Others: ``shape``; ``numel``; ``matrices``, a count;
+            ``owners``, global ranks; ``relative_rank``, the squared norm of the polar factors over
+            that of orthogonal matrices; ``nonzero``, the nonzero fraction of the gradient;
+            ``absent``, True without a gradient; ``differs``, True if replicas differ; and for some
+            ``sigma``, quantiles 0, 0.1, 0.5, 0.9, 1 of the singular values of one polar factor.
     """
 
     findings: list[str]
@@ -108,12 +107,11 @@ class Report:
 
 
 class Audit:
-    """Watches an optimizer's steps until `stop`; as a context, until its end.
+    """Watches an optimizer's steps until ``stop()`` is called or its context ends.
 
     Attributes:
-        is_on: whether it watches.
-        steps: records of the last steps that it has watched, ``keep`` at most; their samples take
-            memory on the device.
+        is_on: True while it watches; may be set.
+        steps: records of the last watched steps, at most ``keep``; their samples use device memory.
     """
 
     def __init__(self, keep: int) -> None:
@@ -122,7 +120,7 @@ class Audit:
         self._groups: Sequence[Group] = ()
         self._absent: frozenset[int] = frozenset()
         self._seen = 0  # matrices that this rank has orthogonalized in the step
-        self._due = -1  # the number of the one whose polar factor is kept
+        self._due = -1  # index of the matrix whose polar factor is kept
 
     def stop(self) -> None:
         self.is_on = False
@@ -140,11 +138,11 @@ class Audit:
         self._groups, self._absent = step.groups, step.absent
         names = [step.plan.entries[number].name for number in step.absent]
         self._record = StepRecord(step.plan, names)
-        # One matrix of each step, another one every time.
+        # A different matrix in each step.
         self._due, self._seen = (self._due + 1) % max(1, self._seen), 0
 
     def watching(self, function: Callable[..., None], pieces: Pieces) -> Callable[..., None]:
-        """`core.update_momentum` or `core.update_weights`, which record what they do to pieces."""
+        """`core.update_momentum` or `core.update_weights`, recording what it does to the pieces."""
         watched = self._momentum if function is core.update_momentum else self._weights
         return partial(watched, self._names(pieces.entries))
 
@@ -156,7 +154,7 @@ class Audit:
         outputs: Optional[list[Tensor]],
         **options: Any,
     ) -> None:
-        """Updates momentum; norms of gradients, and of what the momentum has become."""
+        """Updates momentum, and records norms of gradients and of the new momentum."""
         core.update_momentum(momenta, grads, outputs, **options)
         if not momenta:
             return
@@ -166,7 +164,7 @@ class Audit:
         self._record.norms.append(("nonzero", names, counts.float().sqrt()))
 
     def orthogonalized(self, batch: Batch, U: Tensor) -> None:
-        """Norms of the polar factors, (matrices, rows, cols), of what takes part of a batch."""
+        """Records norms of polar factors (matrices, rows, cols): the active part of a batch."""
         units = [unit for unit in batch.units if unit.entry not in self._absent]
         names = self._names(unit.entry for unit in units for _ in range(unit.count))
         sides = [min(U.shape[-2:])] * len(U)
@@ -188,7 +186,7 @@ class Audit:
         clip: Optional[list[Optional[Tensor]]],
         **options: Any,
     ) -> None:
-        """Updates and clips weights; norms of what becomes of them."""
+        """Updates and clips weights, and records norms of their changes."""
         if not weights:
             return
         before = _exact(weights, rounded_by, copy=True)
@@ -210,7 +208,7 @@ class Audit:
         self._record.norms += [(what, names, norms) for what, norms in measured.items()]
 
     def end(self) -> None:
-        """Keeps the record of a step that has come to its end."""
+        """Keeps the record of a completed step."""
         self.steps.append(self._record)
 
     def _names(self, entries: Iterable[int]) -> list[str]:
@@ -219,7 +217,7 @@ class Audit:
     # -- afterwards ----------------------------------------------------------------------------
 
     def rows(self, record: StepRecord) -> dict[str, dict[str, Any]]:
-        """This rank's share of `Report.steps`: norms whose squares add up over ranks."""
+        """This rank's share of `Report.steps`, with norms whose squares add up over ranks."""
         rank, rows = record.plan.rank, dict[str, dict[str, Any]]()
         copies: dict[str, dict[str, int]] = {}
         for entry in record.plan.entries:
@@ -238,7 +236,7 @@ class Audit:
                     (rank,) if sharding is None else sharding.ranks
                 ),
             }
-            # Each replica adds its norms of the same weights. Where replicas divide the momentum,
+            # Every replica adds its norms of the same weights. If replicas divide the momentum,
             # each has norms of its own part of momentum and gradient.
             holders = 1 if sharding is None else len(sharding.peers(rank, (), replicas=True))
             of_momentum = holders if entry.momentum_sharding is None else 1
@@ -260,7 +258,7 @@ class Audit:
     def _rows_with_sigma(self, record: StepRecord) -> dict[str, dict[str, Any]]:
         rows = self.rows(record)
         for name, U in record.samples:
-            if not U.isfinite().all():  # then it has no singular values
+            if not U.isfinite().all():  # no singular values
                 continue
             sigma = torch.linalg.svdvals(U.to(_widened(U)))
             at = torch.tensor(QUANTILES, dtype=sigma.dtype, device=sigma.device)
@@ -268,8 +266,8 @@ class Audit:
         return rows
 
     def report(self) -> Report:
-        """What the steps have done on all ranks. All ranks have to call this; they wait for the
-        device, and send each other a few numbers for each matrix and step."""
+        """Reports what the steps did. Call it on all ranks: they wait for the device, and exchange
+        a few numbers for each matrix and step."""
         rows = [self._rows_with_sigma(record) for record in self.steps]
         mine = json.dumps([rows, self._suspects()])
         texts = _gather_texts(mine) if dtensors.world_size() > 1 else [mine]
@@ -283,13 +281,13 @@ class Audit:
         if len(set(counts)) > 1:
             findings.insert(
                 0,
-                f"ranks have audited different numbers of steps, {counts}, so that numbers may be "
-                "sums over different ones: turn audits on and off alike",
+                f"ranks audited different numbers of steps, {counts}, so sums over ranks may mix "
+                "steps. Turn audits on and off at the same steps on all ranks",
             )
         return Report(findings, steps)
 
     def _suspects(self) -> dict[str, list[str]]:
-        """Names of this rank's parameters, by arguments of `_findings`."""
+        """Names of this rank's parameters, by argument of `_findings`."""
         entries = self.steps[-1].plan.entries if self.steps else ()
         roundings = {entry.name: self._groups[entry.group].weight_rounding for entry in entries}
         return {
@@ -319,7 +317,7 @@ class Audit:
 def _exact(
     weights: Sequence[Tensor], rounded_by: Optional[Sequence[RoundedBy]], copy: bool = False
 ) -> list[Tensor]:
-    """The weights in the dtype of arithmetic, with their residuals."""
+    """The weights in the dtype of the arithmetic, including their residuals."""
     if rounded_by is not None:
         return widen(weights, rounded_by)
     return [weight.to(_widened(weight), copy=copy) for weight in weights]
@@ -328,8 +326,8 @@ def _exact(
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """Frobenius norms, (tensors,).
 
-    Tensors are divided by their largest magnitude first, since squares in fp32 overflow from 1e19
-    on, and underflow below 1e-23.
+    Each tensor is first divided by its largest magnitude, because squares in fp32 overflow above
+    1e19 and underflow below 1e-23.
     """
     dtype = _widened(tensors[0])
     largest = torch.stack(torch._foreach_norm(list(tensors), torch.inf, dtype))
@@ -347,10 +345,9 @@ def _ratio(one: float, other: float) -> float:
 
 
 def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The rows of one step, merged from those of all ranks.
+    """The rows of one step, merged from all ranks.
 
-    Where several meshes hold a parameter, as replicas without a common mesh do, its row is that of
-    the first mesh.
+    If several meshes hold a parameter, as replicas without a common mesh do, the first one counts.
     """
     merged: dict[str, dict[str, Any]] = {}
     for rows in of_ranks:
@@ -380,8 +377,8 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
 
 
 def _left_to_adamw(groups: Sequence[Group]) -> list[str]:
-    """Names of matrices that AdamW trains, while Muon trains others of the same name and shape in
-    other layers, or the names of all that Muon could train where it trains none."""
+    """Names of matrices that AdamW trains although Muon trains matrices of the same name and shape
+    in other layers. If Muon trains none, all matrices that it could train."""
 
     def kind(name: str, param: Tensor) -> tuple[str, torch.Size]:
         return re.sub(r"\d+", "*", name), param.shape
@@ -402,7 +399,7 @@ def _left_to_adamw(groups: Sequence[Group]) -> list[str]:
 
 
 def _slabs(groups: Sequence[Group], entries: Iterable[Entry]) -> list[str]:
-    """Names of stacks of experts that AdamW trains, or that are read as one matrix."""
+    """Names of stacks of experts that AdamW trains or that are read as one matrix."""
     stacks = [
         (group.use_muon, name)
         for group in groups
@@ -430,10 +427,9 @@ def _findings(
     """Yields all findings, the worst first.
 
     Args:
-        steps: of `Report`.
+        steps: as in `Report`.
         left_to_adamw, slabs: names, see `_left_to_adamw` and `_slabs`.
-        at_random: names of parameters that are rounded at random: what one step loses, another
-            gains.
+        at_random: names of parameters with stochastic rounding, whose losses cancel over steps.
         tables: names of matrices that may be embeddings or heads, with the reason.
     """
     if not steps:
@@ -443,22 +439,22 @@ def _findings(
     if not names:
         to_adamw = f": {_some(left_to_adamw)} went to AdamW" if left_to_adamw else ""
         yield (
-            f"no matrix was orthogonalized{to_adamw}. Make the optimizer by Muon.for_model; "
+            f"no matrix was orthogonalized{to_adamw}. Make the optimizer with Muon.for_model; "
             "describe(model) says why"
         )
         return
     if left_to_adamw:
         yield (
-            f"AdamW trains {_some(left_to_adamw)}, whose like in other layers Muon trains: is that "
-            "what you meant?"
+            f"AdamW trains {_some(left_to_adamw)}, but Muon trains the same matrix in other "
+            "layers. Is that what you meant?"
         )
     if slabs:
         yield (
-            f"{_some(slabs)} are stacks of experts that AdamW trains, or that are orthogonalized "
-            "as one matrix each: name them in expert_keys, or split them"
+            f"{_some(slabs)} are stacks of experts that AdamW trains, or that Muon orthogonalizes "
+            "as one matrix each. Name them in expert_keys, or split them"
         )
     if tables:
-        yield f"Muon trains {_some(tables)}. Are they embeddings or heads? {_TO_ADAMW}"
+        yield f"Muon trains {_some(tables)}. Are these embeddings or heads? {_TO_ADAMW}"
     yield from _findings_of_gradients(steps)
     for check in _CHECKS:
         judged = {n: [check.is_so(rows[n]) for rows in steps if n in rows] for n in names}
@@ -472,7 +468,7 @@ def _findings(
 
 
 def _findings_of_gradients(steps: Sequence[Rows]) -> Iterator[str]:
-    """What is wrong with gradients of all matrices at once, or with numbers since some step."""
+    """Gradients that are too small in all matrices, and the first step with Inf or NaN."""
     totals = [
         [math.hypot(*(row[what] for row in rows.values())) for what in ("gradient", "momentum")]
         for rows in steps
@@ -481,11 +477,11 @@ def _findings_of_gradients(steps: Sequence[Rows]) -> Iterator[str]:
     numel = sum(row["numel"] for row in steps[-1].values())
     rms = median(gradient for gradient, _ in totals) / math.sqrt(max(1, numel))
     if 0.0 < share < LEAST_GRADIENT:
-        yield f"gradients are {share:.0e} of the momentum: are they clipped or unscaled to nothing?"
+        yield f"gradients are {share:.0e} of the momentum. Were they clipped or unscaled too far?"
     elif 0.0 < rms < LEAST_RMS:
         yield (
-            f"gradients have a root mean square of {rms:.0e}, which is less than AdamW's eps: are "
-            "they clipped or unscaled to nothing?"
+            f"gradients have a root mean square of {rms:.0e}, less than AdamW's eps. Were they "
+            "clipped or unscaled too far?"
         )
     for number, rows in enumerate(steps, 1):
         bad = [what for what in NORMS if any(not math.isfinite(r[what]) for r in rows.values())]
@@ -493,9 +489,9 @@ def _findings_of_gradients(steps: Sequence[Rows]) -> Iterator[str]:
             found = {n for rows in steps for n, row in rows.items() if not _is_finite(row)}
             advice = "Is lr too large?"
             if bad[0] == "gradient":
-                advice = "Skip such steps, and look for their cause in the loss and the data"
+                advice = "Skip such steps, and look for the cause in the loss and the data"
             yield (
-                f"{len(found)} of {len(rows)} matrices have Inf or NaN since audited step "
+                f"{len(found)} of {len(rows)} matrices have had Inf or NaN since audited step "
                 f"{number}, first in the {bad[0]}: {_some(sorted(found))}. {advice}"
             )
             return
@@ -506,7 +502,7 @@ def _is_finite(row: Mapping[str, Any]) -> bool:
 
 
 def _findings_of_sizes(steps: Sequence[Rows], names: Sequence[str]) -> Iterator[str]:
-    """Updates that are too large for their weights; weights that begin at zero have no size."""
+    """Updates that are too large for their weights; weights that start at zero are left out."""
     changes = {
         name: median(_ratio(rows[name]["update"], rows[name]["weight"]) for rows in steps)
         for name in names
@@ -514,24 +510,24 @@ def _findings_of_sizes(steps: Sequence[Rows], names: Sequence[str]) -> Iterator[
     }
     middle = median(changes.values()) if changes else 0.0
     if middle > LARGEST_CHANGE:
-        yield f"updates are {middle:.1g} of the weights in each step: is lr too large?"
+        yield f"updates are {middle:.1g} of the weights in each step. Is lr too large?"
     far = sorted((change, n) for n, change in changes.items() if change > LARGEST_OUTLIER * middle)
     if middle and far:
         yield (
             f"{len(far)} of {len(names)} matrices have updates over {LARGEST_OUTLIER:g} times the "
-            f"median, relative to their weights: {_some([n for _, n in far[::-1]])}. Are these too "
-            "small at first, or their lr too large?"
+            f"median, relative to their weights: {_some([n for _, n in far[::-1]])}. Do these "
+            "weights start too small, or is their lr too large?"
         )
 
 
 class _Check(NamedTuple):
-    """What may be wrong with a matrix.
+    """A fault that a matrix may have.
 
     Args:
         what: the fault, in words.
         advice: what to do about it.
-        is_so: whether a matrix has the fault, by its row in `Report.steps`.
-        in_all: whether it has to be so in all steps; else one is enough.
+        is_so: True if a matrix has the fault, judged by its row in `Report.steps`.
+        in_all: True if the fault must occur in all steps; otherwise one is enough.
     """
 
     what: str
@@ -540,11 +536,11 @@ class _Check(NamedTuple):
     in_all: bool = True
 
 
-_TO_ADAMW = "AdamW trains these better: name them in adamw_keys of Muon.for_model"
+_TO_ADAMW = "AdamW trains those better: name them in adamw_keys of Muon.for_model"
 
 
 def _is_sparse(row: Mapping[str, Any]) -> bool:
-    """Whether it may be an embedding; gradients of wide matrices behind ReLU have zeros, too."""
+    """True if it may be an embedding; gradients of wide matrices after ReLU have zeros too."""
     is_tall = len(row["shape"]) == 2 and row["shape"][0] > row["shape"][1]
     return is_tall and row["matrices"] == 1 and 0.0 < row["nonzero"] < LEAST_NONZERO
 
@@ -555,26 +551,26 @@ def _is_flat(row: Mapping[str, Any]) -> bool:
 
 
 _LOSES = _Check(
-    f"have lost over {MOST_LOST:.0%} of an update to rounding",
+    f"lost over {MOST_LOST:.0%} of an update to rounding",
     'weight_rounding="exact" keeps it',
     lambda row: _ratio(row["lost"], row["update"]) > MOST_LOST,
     in_all=False,
 )
 _CHECKS = (
     _Check(
-        "are plain tensors that have other weights on other ranks",
-        "Are gradients averaged? DDP does that, or grad_reduce with a process_group",
+        "are plain tensors whose weights differ on other ranks",
+        "Are gradients averaged? Use DDP, or grad_reduce with a process_group",
         lambda row: row["differs"],
         in_all=False,
     ),
     _Check(
         "had no gradient",
-        "Are they of the model that is trained, and is zero_grad() after step()?",
+        "Do they belong to the trained model? Does zero_grad() come after step()?",
         lambda row: row["absent"],
     ),
     _Check(
         "had gradients of zeros",
-        "Is their part of the model detached or cut off?",
+        "Is their part of the model detached or unused?",
         lambda row: not row["absent"] and row["gradient"] == 0.0,
     ),
     _Check(
@@ -583,12 +579,12 @@ _CHECKS = (
         lambda row: row["gradient"] > 0.0 and row["change"] == 0.0,
     ),
     _Check(
-        f"have updates of a rank under {SMALLEST_RANK:g} of their shorter side",
+        f"have updates with a rank under {SMALLEST_RANK:g} of their shorter side",
         "Do gradients reach all of their rows?",
         _is_flat,
     ),
     _Check(
-        f"had gradients that are zero in over {1 - LEAST_NONZERO:.0%} of their elements",
+        f"had gradients with zeros in over {1 - LEAST_NONZERO:.0%} of their elements",
         f"Are they embeddings? {_TO_ADAMW}",
         _is_sparse,
     ),
@@ -608,7 +604,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _gather_texts(text: str) -> list[str]:
-    """The texts of all ranks of the world; the host waits for them."""
+    """Gathers the texts of all ranks; the host waits."""
     world, host = dist.group.WORLD, torch.device("cpu")
     device = host if has_backend(world, host) else torch.accelerator.current_accelerator()
     sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)

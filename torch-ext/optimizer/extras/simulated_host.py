@@ -1,4 +1,4 @@
-"""Simulates an accelerator's copies with threads, so that CPU offload runs without one."""
+"""Simulates an accelerator's copies with threads, to run CPU offload without an accelerator."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torch import Tensor
 
 from ..cpu_offload.backend import COMPUTE, IN, OUT, Backend
 
-NAN_BYTE = 0xFF  # in every byte of a floating-point number makes it NaN
+NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN
 
-Queue = queue.SimpleQueue[Optional[Callable[[], Any]]]  # of actions; None is the end
+Queue = queue.SimpleQueue[Optional[Callable[[], Any]]]  # of actions; None ends it
 
 
 class SimulatedHost(Backend):
     """A backend in host memory: two threads make the copies, each in the order of its queue.
 
-    It is for tests, and for a look at what streaming does. The ``COMPUTE`` queue is the calling
-    thread. With a random delay before each copy, a missing wait shows as a wrong result. Memory is
-    full of NaNs when allocated and again when freed, so that a read before the first write, or
-    after the memory was freed, shows too.
+    Use it in tests, or to see what streaming does. The ``COMPUTE`` queue is the calling thread. A
+    random delay before each copy turns a missing wait into a wrong result. Memory is filled with
+    NaN when allocated and again when freed, so reads before the first write or after the free show,
+    too.
 
-    After a copy has failed, every `wait` and `synchronize` raises RuntimeError until `recover`. The
-    queue goes on with its next action, so that nothing waits for ever.
+    After a failed copy, every ``wait`` and ``synchronize`` raises RuntimeError until ``recover`` is
+    called. The queue continues with its next action, so nothing waits forever.
 
     Args:
-        delay: largest delay before a copy, in seconds.
-        seed: of the delays.
-        hosts_parameters: whether parameters and gradients have to be copied, too.
+        delay: longest delay before a copy, in seconds.
+        seed: seed of the delays.
+        hosts_parameters: True if parameters and gradients must be copied too.
     """
 
     def __init__(self, delay: float = 0.0, seed: int = 0, hosts_parameters: bool = False):
@@ -46,12 +46,12 @@ class SimulatedHost(Backend):
         self._errors: list[BaseException] = []
         self._queues: dict[str, Queue] = {on: queue.SimpleQueue() for on in (IN, OUT)}
         for on, actions in self._queues.items():
-            # The thread has its queue and the errors, not the backend, which it would keep alive.
+            # Not bound methods: a thread with a reference to the backend would keep it alive.
             run = partial(_run, actions, self._errors)
             threading.Thread(target=run, name=f"offload-{on}", daemon=True).start()
             weakref.finalize(self, actions.put, None).atexit = False
-        self.allocated_bytes = 0  # on the "device", now
-        self.peak_bytes = 0  # at most so far
+        self.allocated_bytes = 0  # now, on the simulated device
+        self.peak_bytes = 0
 
     def allocate(self, nbytes: int) -> Tensor:
         self.allocated_bytes += nbytes
@@ -101,10 +101,10 @@ class SimulatedHost(Backend):
 
 
 def _run(actions: Queue, errors: list[BaseException]) -> None:
-    """Runs one action after the other, until there comes None."""
+    """Runs the actions in order, until None arrives."""
     for action in iter(actions.get, None):
         try:
             action()
         except BaseException as error:  # raised by later waits
             errors.append(error)
-        del action  # and its tensors, not only when there is more to do
+        del action  # frees its tensors now, not only when the next action arrives

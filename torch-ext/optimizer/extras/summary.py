@@ -1,4 +1,4 @@
-"""`Muon.summary`: what a step does with every parameter, read from its plan, as data and text."""
+"""`Muon.summary`: what a step does with every parameter, from its plan, as data and text."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ..rules.heads import LARGE, POSITIONS
 
 COLUMNS = ("parameter", "shape", "owner", "FLOPs", "moved by all")
 NUMBERS = COLUMNS[3:]  # aligned to the right
-WIDTH = 100  # of the printed lines; only a longer name makes one longer
-_LAYER = re.compile(r"\.\d+\.")  # in the name of a parameter of a list of layers
+WIDTH = 100  # of printed lines, except those with a longer name
+_LAYER = re.compile(r"\.\d+\.")  # in names of parameters in a list of layers
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What one step does; ``print`` shows it as a table.
+    """What a step does, from one rank's plan; ``print`` shows it as a table.
 
     Args:
-        rows: one for each parameter: ``name``, ``group`` (its number), ``shape``, ``dtype``,
-            ``placement``, ``sharded``, ``algorithm``, ``matrices`` (how many), ``owners`` (global
-            ranks), ``whole`` (owned where they are, without traffic), ``flops`` (of
-            orthogonalization, by all owners), ``bytes`` (that travel) and ``clipped`` (whether
-            QK-Clip scales it). Of experts that are divided among ranks, the matrices that this rank
-            and its peers hold.
-        totals: of this rank, ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
-            traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean;
-            ``state``, where that is.
-        schedule: of the last step, where it was asked for, the events in their order: ``event``,
-            ``what`` it is done to, and of chunks the ``matrices`` that this rank orthogonalizes,
-            ``flops`` and ``sent_bytes``.
-        notes: about matrices of Muon's that may be embeddings or output heads, and others.
+        rows: one for each parameter: ``name``, ``group`` (number), ``shape``, ``dtype``,
+            ``placement``, ``sharded``, ``algorithm``, ``matrices`` (count), ``owners`` (global
+            ranks), ``whole`` (owned where they are, without communication), ``flops``
+            (orthogonalization, all owners), ``bytes`` (sent for it) and ``clipped`` (True if
+            QK-Clip scales it). For experts divided among ranks, these are the matrices of this rank
+            and its peers.
+        totals: for this rank: ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
+            communication, how many of them are ``in_flight``, ``balance`` (the most FLOPs of any
+            peer over the mean) and ``state`` (where it is).
+        schedule: if requested, the events of the last step, in order: ``event``, its object
+            ``what``, and for chunks the ``matrices`` that this rank orthogonalizes, ``flops`` and
+            ``sent_bytes``.
+        notes: remarks, for example about Muon's matrices that may be embeddings or output heads.
     """
 
     rows: list[dict[str, Any]]
@@ -56,10 +56,10 @@ class Summary:
         t = self.totals
         lines = [
             *_table(self.rows),
-            f"this rank: {short(t['flops'])}FLOP a step; sends {short(t['sent_bytes'])}B and "
+            f"this rank: {short(t['flops'])}FLOP per step; sends {short(t['sent_bytes'])}B and "
             f"receives {short(t['received_bytes'])}B in chunks: {t['chunks']}, in flight: "
             f"{t['in_flight']}",
-            f"balance: {t['balance']:.2f}, the most FLOPs of a rank over the mean",
+            f"balance: {t['balance']:.2f} (the most FLOPs of any rank over the mean)",
             f"state: {t['state']}",
             *self.notes,
         ]
@@ -76,10 +76,10 @@ class Summary:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table in which parameters of one algorithm, dtype and placement are together.
+    """The lines of a table, in sections by algorithm, dtype and placement.
 
-    These three stand above their parameters, once, because they would be the widest columns. A name
-    that leaves the other columns no room has a line of its own.
+    These three stand once above their parameters, because they would be the widest columns. A name
+    that leaves no room for the other columns gets its own line.
     """
     sections: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for row in rows:
@@ -111,18 +111,18 @@ def summarize(
     clipped: Collection[int],
     last: Optional[tuple[Plan, Sequence[Event]]] = None,
 ) -> Summary:
-    """The summary of this rank's plan, in which all trainable parameters take part.
+    """Summarizes this rank's plan of a step with all trainable parameters.
 
     Args:
         groups, survey, settings: what the plan is made from.
-        offloads: whether CPU offload is on.
+        offloads: True if CPU offload is on.
         clipped: ids of the parameters that QK-Clip scales.
-        last: plan and schedule of the last step, where they are asked for.
+        last: plan and schedule of the last step, if requested.
     """
     plan = survey.planner(groups, settings).plan()
     state = "in host memory" if settings.streams_state else "with its parameters"
     if offloads and not settings.streams_state:
-        state += ": CPU offload is on, but they are on the CPU"
+        state += ": CPU offload is on, but the parameters are on the CPU"
     rows: dict[tuple[int, int], dict[str, Any]] = {}  # by group and index in it
     averaging = 0.0
     for number, (group, entries) in enumerate(zip(groups, survey.entries)):
@@ -150,7 +150,7 @@ def summarize(
                 "bytes": traffic,
                 "clipped": param.requires_grad and id(param) in clipped,
             }
-    # FLOPs of each rank, by the peers that share the work on an entry.
+    # FLOPs of each rank, by the group of peers that share the work on an entry.
     loads: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     is_reference = settings.use_distributed_muon
     for unit, owners, lane in _gathered_units(plan) if is_reference else _units(plan):
@@ -178,7 +178,7 @@ def summarize(
         )
     totals = _totals(plan, loads, round(averaging), state)
     if last is not None and not last[1]:
-        notes.append("no step was made yet, so there is no schedule to show")
+        notes.append("no step has run yet, so there is no schedule to show")
     schedule = [] if last is None else _order_of(*last)
     return Summary(list(rows.values()), totals, notes=notes, schedule=schedule)
 
@@ -186,7 +186,7 @@ def summarize(
 def _totals(
     plan: Plan, loads: Mapping[tuple[int, ...], Counter[int]], averaging: int, state: str
 ) -> dict[str, Any]:
-    """What this rank does; in ``averaging`` it sends, and receives, so many bytes."""
+    """Totals of this rank, which sends and receives ``averaging`` bytes to average gradients."""
     chunks = [_bytes_of_chunk(lane, chunk) for lane in plan.lanes for chunk in lane.chunks]
     balances = (
         max(load.values()) * len(peers) / sum(load.values())
@@ -205,18 +205,18 @@ def _totals(
 
 
 def _bytes_of_chunk(lane: Lane, chunk: Chunk) -> tuple[int, int, int]:
-    """Bytes that this rank sends to gather a chunk and to scatter it, and that it receives."""
+    """Bytes that this rank sends to gather a chunk, sends to scatter it, and receives."""
     size, moments = lane.wire.itemsize, (len(lane.peers) - 1) * chunk.moments_slot * MOMENT_BYTES
     received = sum((*chunk.gather.received, *chunk.scatter.received)) * size + moments
     return sum(chunk.gather.sent) * size, sum(chunk.scatter.sent) * size + moments, received
 
 
-# What events without a chunk are done to, by the number of the event.
+# Objects of the events that have no chunk, by the number of the event.
 _OBJECTS = {Do.AVERAGE: "bucket {}", Do.ADAMW: "part {}", Do.SHARE_ROWS: "group {} of AdamW's"}
 
 
 def _order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
-    """The events of a step of a plan, as `Summary.schedule` has them."""
+    """The events of a step, as in `Summary.schedule`."""
     rows = []
     for event in schedule:
         row = {"event": event.do.value, "what": "", "matrices": 0, "flops": 0, "sent_bytes": 0}
@@ -247,7 +247,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]:
-    """All units of this rank and its peers, the ranks that own them, and where they travel."""
+    """All units of this rank and its peers, with their owners and the lane they travel on."""
     for lane in plan.all_lanes:
         for unit, owner in lane.owners:
             yield unit, (lane.peers[owner],), lane if len(lane.peers) > 1 else None
@@ -256,7 +256,7 @@ def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]
 
 
 def _gathered_units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], None]]:
-    """All units of `reference`, and the ranks that each orthogonalize them."""
+    """All units in `reference`, with the ranks that each orthogonalize them."""
     for number, entry in enumerate(plan.entries):
         ranks = (plan.rank,) if entry.sharding is None else tuple(sorted(entry.sharding.ranks))
         for block in entry.matrices.blocks:
@@ -264,7 +264,7 @@ def _gathered_units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], None]]:
 
 
 def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
-    """What travels to one owner of a unit and back from it."""
+    """Bytes sent to one owner of a unit and back."""
 
     def held(region: regions.Region) -> int:
         return sum(map(regions.numel, unit.parts(region)))
@@ -297,7 +297,7 @@ def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:
 
 
 def _title(row: Mapping[str, Any]) -> str:
-    """What rows of one section of the table have in common."""
+    """What the rows of one section of the table have in common."""
     dtype = str(row["dtype"]).removeprefix("torch.")
     clip = ", QK-Clip" if row["clipped"] else ""
     return f"{dtype}, {row['placement']}: {row['algorithm']}{clip}"
@@ -321,7 +321,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def short(number: float) -> str:
-    """Three digits and a unit: 1.23 M."""
+    """Formats a number with three digits and a unit prefix: 1.23 M."""
     for unit in ("", "k", "M", "G", "T"):
         if number < 999.5:
             return f"{number:.3g} {unit}"
@@ -330,15 +330,16 @@ def short(number: float) -> str:
 
 
 def likely_embeddings(groups: Sequence[Group]) -> dict[str, str]:
-    """Muon's matrices that may be embeddings or heads, and why, where no model is at hand.
+    """Muon's matrices that may be embeddings or heads, and why, judged without the model.
 
-    They have as many rows as an embedding of AdamW's, or at least a thousand and over six times
-    their columns. A number of rows is a hidden size if it is also a side of a layer's matrix, a
-    number of columns, or that of the rows of more than two matrices.
+    These have as many rows as an embedding that AdamW trains, or at least a thousand rows and more
+    than six times as many rows as columns. A number of rows counts as a hidden size, not a
+    vocabulary, if it is also a side of a matrix in a layer, a number of columns, or the number of
+    rows of more than two matrices.
     """
 
     def matrices(is_muon: bool) -> list[tuple[str, int, int, bool]]:
-        """Names, rows and columns, and whether the matrix is known to be in a list of layers."""
+        """Names, rows, columns, and True if the matrix is known to be in a list of layers."""
         return [
             (name, *param.shape, bool(_LAYER.search(name)))
             for group in groups
@@ -364,12 +365,12 @@ def likely_embeddings(groups: Sequence[Group]) -> dict[str, str]:
         if rows in tables:
             reasons[name] = tables[rows]
         elif rows >= LARGE and rows > 6 * cols:
-            reasons[name] = f"{rows} rows, as of a vocabulary"
+            reasons[name] = f"{rows} rows, like a vocabulary"
     return reasons
 
 
 def _bytes_of_zero2(param: Tensor, use_muon: bool, ranks: int) -> float:
-    """Bytes that each rank sends to average a gradient, and to gather rows that AdamW updates."""
+    """Bytes that each rank sends to average a gradient and gather the rows that AdamW updates."""
     divided = use_muon or is_divided(param.shape, ranks)
     gradient = zero2.gradient_in_bucket(param, divided, ranks)
     size = (ranks - 1) * gradient.slot_numel(ranks) * gradient.dtype.itemsize

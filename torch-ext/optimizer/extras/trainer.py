@@ -1,4 +1,4 @@
-"""Makes Muon for a transformers Trainer, which makes its optimizer by itself."""
+"""Makes Muon for a transformers Trainer, which creates its own optimizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..muon import Muon
 
 
 class MuonForTrainer:
-    """An optimizer factory, as ``transformers.Trainer`` takes it in ``optimizer_cls_and_kwargs``.
+    """Makes the optimizer of a ``transformers.Trainer``, as its ``optimizer_cls_and_kwargs``.
 
-    ``Trainer`` makes an instance without arguments as training starts, and calls it with the model
-    and the given arguments, which are those of `Muon.for_model`. ``Trainer`` adds none: its
-    ``learning_rate`` and ``weight_decay`` have no effect on Muon. With FSDP2 accelerate shards the
-    model afterwards, and replaces the parameters in the groups.
+    When training starts, ``Trainer`` makes an instance without arguments and calls it with the
+    model and the given arguments, which are those of `Muon.for_model`. ``Trainer`` adds no
+    arguments: its ``learning_rate`` and ``weight_decay`` do not affect Muon. With FSDP2, accelerate
+    then shards the model and replaces the parameters in the groups.
 
     Example:
         >>> muon = {"lr": 2e-3, "adamw_lr": 4e-3, "weight_decay": 0.1}

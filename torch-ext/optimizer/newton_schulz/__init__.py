@@ -1,4 +1,4 @@
-"""Orthogonalizes: replaces a matrix by (nearly) its polar factor, using only matrix products."""
+"""Replaces a matrix with an approximation of its polar factor, using only matrix products."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Resolves a published family of coefficients, or the user's, to an (a, b, c) for each iteration.
+"""Resolves published families of coefficients, or the user's, to one (a, b, c) per iteration.
 
-Each iteration maps every singular value σ to aσ + bσ³ + cσ⁵ and leaves the singular vectors as they
-are, so a few well-chosen (a, b, c) push all singular values towards 1.
+Each iteration maps every singular value σ to aσ + bσ³ + cσ⁵ and keeps the singular vectors, so a
+few well-chosen (a, b, c) push all singular values toward 1.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Coefficients = Union[str, Sequence[float], Sequence[Sequence[float]]]
 
 DEFAULT_STEPS = 5
 
-# Each iteration beyond those that a scheduled family was computed for: σ ← (15σ − 10σ³ + 3σ⁵)/8,
-# the quintic with p(1) = 1 and p'(1) = p''(1) = 0 (Björck & Bowie 1971, order 3).
+# For iterations beyond the schedule of a family: σ ← (15σ − 10σ³ + 3σ⁵)/8, the quintic with
+# p(1) = 1 and p'(1) = p''(1) = 0 (Björck & Bowie 1971, order 3).
 CONVERGING: Triple = (15 / 8, -10 / 8, 3 / 8)
 
 
 @dataclass(frozen=True)
 class Polynomials:
-    """What one matrix goes through: the polynomials, and their margins.
+    """The polynomials of the iterations, with their safety margins.
 
     Args:
         triples: (a, b, c) of each iteration.
-        norm_factor: the input is divided by its norm times this factor (a margin of the source).
-        safety: in 16-bit arithmetic all polynomials but the last take σ/safety for σ. Rounding may
-            push a singular value out of the interval that a schedule without margins was made for,
-            and the next polynomials would drive it away from 1.
+        norm_factor: the input is divided by its norm times this factor, a margin of the source.
+        safety: in 16-bit arithmetic, all polynomials but the last use σ/safety instead of σ. A
+            schedule without margins needs this: rounding may push a singular value out of the
+            interval it was made for, and later polynomials would drive it away from 1.
     """
 
     triples: tuple[Triple, ...]
@@ -43,11 +43,11 @@ class Polynomials:
 
     @property
     def steps(self) -> int:
-        """How many iterations a family was made for; 5 for a family of one triple."""
+        """The number of iterations that a family was made for; 5 for a family of one triple."""
         return DEFAULT_STEPS if len(self.triples) == 1 else len(self.triples)
 
     def in_arithmetic(self, dtype: torch.dtype) -> tuple[Triple, ...]:
-        """The polynomials to run in ``dtype``."""
+        """Returns the triples to use in ``dtype``, with ``safety`` applied."""
         if self.safety == 1.0 or torch.finfo(dtype).bits > 16:
             return self.triples
         s = self.safety
@@ -107,20 +107,20 @@ FAMILIES: dict[str, Polynomials] = {
 
 
 def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Polynomials:
-    """The polynomials of ``steps`` iterations.
+    """Returns the polynomials of ``steps`` iterations.
 
-    A single triple, of the caller or of a family, repeats. Of a family with a schedule, fewer steps
-    take the first polynomials, and more steps continue with `CONVERGING`: cycling a schedule that
-    was made for a fixed count can turn the update around.
+    A single triple, of the caller or of a family, repeats. In a family with a schedule, fewer steps
+    use the first polynomials, and more steps continue with `CONVERGING`: cycling through a schedule
+    made for a fixed number of steps can reverse the update.
 
     Args:
         coefficients: name of a family, one (a, b, c), or a list with one for each iteration.
-        steps: None takes the number that a family was made for, or the length of a list; 5 for one
-            (a, b, c).
+        steps: number of iterations. None means the number that a family was made for, the length of
+            a list, or 5 for one (a, b, c).
 
     Raises:
-        ValueError: ``steps`` is less than 1; the family is unknown; the coefficients are neither a
-            triple of numbers nor a list of ``steps`` triples.
+        ValueError: if ``steps`` is less than 1, the family is unknown, or the coefficients are
+            neither a triple of numbers nor a list of ``steps`` triples.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps!r}")
@@ -148,13 +148,13 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Polynomi
     if steps is not None and len(triples) != steps:
         raise ValueError(
             f"ns_coefficients lists {len(triples)} iterations but ns_steps is {steps}: "
-            "an explicit list sets the count itself, leave ns_steps out or make them equal"
+            "leave ns_steps out, as a list sets the number of steps, or make them equal"
         )
     return Polynomials(triples)
 
 
 def is_triple(value: object) -> bool:
-    """Whether a value is one (a, b, c), of finite numbers."""
+    """Returns True if a value is one (a, b, c) of finite numbers."""
     return isinstance(value, (tuple, list)) and len(value) == 3 and all(map(_is_finite, value))
 
 
@@ -169,9 +169,9 @@ def _is_finite(value: object) -> bool:
 
 @functools.cache
 def overshoot(name: str, steps: int) -> Optional[float]:
-    """The largest singular value that a shortened schedule makes, if it exceeds 1.5; else None.
+    """Returns the largest singular value after a shortened schedule if it exceeds 1.5, else None.
 
-    The first polynomials of a schedule overshoot on purpose and count on the later ones.
+    The first polynomials of a schedule overshoot on purpose and rely on the later ones.
     """
     if steps >= len(FAMILIES[name].triples):
         return None

@@ -1,7 +1,6 @@
-"""Decides in which form matrices of a shape are iterated, standard or Gram, and where the Gram form
-restarts; tells dtype and cost.
+"""Chooses how matrices of a shape are iterated: standard or Gram form, restarts, products, dtype.
 
-The choice depends on shape, dtypes and device type alone, never on batch or mesh: a matrix takes
+The choice depends only on shape, dtypes and device type, never on batch or mesh: a matrix follows
 the same path on every layout.
 """
 
@@ -18,29 +17,29 @@ from .coefficients import Coefficients, Polynomials, Triple, resolve
 
 ALGORITHMS = ("auto", "standard", "gram")
 
-# A symmetric product is computed by halves if the shorter side is at least HALVES_FROM, in blocks
-# or tiles of BLOCK_SIDES: for shorter sides, blocks are too small to be multiplied at full speed.
-# CPUs copy the mirror image, so there a factor must also have at least BLOCKS_FROM entries. In fp32
-# products take so long that halves always pay. For exact mode these limits never change, so that
-# its last bits stay the same.
+# Only one half of a symmetric product is computed if the shorter side is at least HALVES_FROM, in
+# blocks or tiles of BLOCK_SIDES. For shorter sides, blocks are too small to multiply at full speed.
+# CPUs copy the mirror image, so there a factor must also have at least BLOCKS_FROM entries; but
+# fp32 products are so slow that halves always pay. Never change the limits of exact mode: its last
+# bits must stay the same.
 HALVES_FROM = 512
 BLOCK_SIDES = {"blocks": 256, "fp32 blocks": 256, "exact blocks": 256, "tiles": 128}
 BLOCKS_FROM = {"blocks": 1 << 20, "exact blocks": 1 << 20}
 
-# The Gram form is chosen if the shorter side is at least GRAM_FROM, and if it takes at most the
-# share GRAM_FLOPS, by the kind of product, of the standard form's FLOPs. The share is less than 1
-# since the Gram form does more of its work in small products. benchmarks/orthogonalize.py and
-# benchmarks/accuracy.py show times and errors of both.
+# The Gram form is chosen if the shorter side is at least GRAM_FROM and it needs at most the share
+# GRAM_FLOPS of the standard form's FLOPs. The share depends on the kind of product, and is less
+# than 1 because more of the Gram form's work is in small products. benchmarks/orthogonalize.py and
+# benchmarks/accuracy.py compare times and errors of both.
 GRAM_FROM = 512
 GRAM_FLOPS = {**dict.fromkeys(("whole", *BLOCK_SIDES), 0.92), "tiles": 0.95}
 
-# Where the Gram form restarts: after which iterations X is brought up to date, and XXᵀ computed
-# from it. In between only R, which stands for XXᵀ, is iterated on, and rounding errors make R drift
-# away from it. By family, for as many iterations as it was made for and a shorter side of at least
-# GRAM_FROM: in bf16, and in other dtypes. These are the fewest restarts with which rounding errors,
-# followed to first order, stay within 1.5 times those of the standard form, for a random square
-# matrix and for singular values over four orders of magnitude; and with which small singular values
-# grow in no segment of several iterations by more than the bounds below.
+# Restarts of the Gram form: the iterations after which X is updated and XXᵀ computed from it. In
+# between, only R, which represents XXᵀ, is iterated on, and rounding errors make R drift away. By
+# family: restarts in bf16, and in other dtypes, for the family's own number of iterations and a
+# shorter side of at least GRAM_FROM. These are the fewest restarts with which rounding errors, to
+# first order, stay within 1.5 times those of the standard form, both for a random square matrix and
+# for singular values over four orders of magnitude; and with which small singular values grow by
+# no more than the bounds below in any segment of several iterations.
 RESTARTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "quintic": ((2, 3), (3,)),
     "you": ((1, 3), (3,)),
@@ -50,11 +49,10 @@ RESTARTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "deepseekv4": ((2, 3, 5, 7, 8, 9), (3, 4, 7, 8, 9)),
 }
 
-# Other polynomials, and shorter sides under GRAM_FROM, where fewer errors average out, have
-# segments of two iterations, or of one where small singular values would grow by more than this in
-# the two. They grow by the product of the coefficients a, and the error of a single large singular
-# value grows as much: it may pass the peak of a polynomial, where a little more makes the next
-# polynomials diverge.
+# For other polynomials, and for shorter sides under GRAM_FROM, where fewer errors average out,
+# segments have two iterations, or one if small singular values would grow by more than this in two.
+# They grow by the product of the coefficients a. So does the error of a single large singular
+# value, which may then exceed the peak of a polynomial, beyond which the next ones diverge.
 MOST_GROWTH = 64.0
 MOST_GROWTH_IN_BF16 = 16.0
 
@@ -65,10 +63,10 @@ class Form:
 
     Args:
         triples: the polynomials.
-        restarts: after which iterations, before the last, X is brought up to date; in the standard
-            form, after each of them.
+        restarts: the iterations after which X is updated, except the last one. In the standard
+            form, these are all iterations.
         products: how symmetric products are computed, a key of `products.PRODUCTS`.
-        why: why this form was chosen, in a few words.
+        why: a few words on why this form was chosen.
     """
 
     triples: tuple[Triple, ...]
@@ -78,7 +76,7 @@ class Form:
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """The iterations of each segment, [start, stop): those between two restarts."""
+        """The iterations [start, stop) of each segment, which lies between two restarts."""
         return list(zip((0, *self.restarts), (*self.restarts, len(self.triples))))
 
     @property
@@ -86,12 +84,12 @@ class Form:
         return len(self.restarts) + 1 < len(self.triples)
 
     def flops(self, rows: int, cols: int) -> int:
-        """FLOPs for one matrix, a multiply-add counted as two.
+        """Returns the FLOPs for one matrix; a multiply-add counts as two.
 
-        Let s ≤ l be the two sides. With whole products, a segment of m iterations takes 4s²l for
+        Let s ≤ l be the two sides. With whole products, a segment of m iterations needs 4s²l for
         XXᵀ and QX, and 2s³·(m + 3(m − 1)) for products of s × s matrices: m squares, fewer if some
-        c = 0, and 3 further products in each iteration but one. A symmetric product by halves takes
-        little more than half of its FLOPs.
+        c = 0, and 3 more products in each iteration but one. Computing only one half of a symmetric
+        product needs little more than half of its FLOPs.
         """
         s, l = min(rows, cols), max(rows, cols)
         if s == 0:
@@ -104,29 +102,28 @@ class Form:
         return total
 
     def _symmetric(self, s: int, k: int) -> int:
-        """FLOPs of a symmetric product (s, k) × (k, s), in blocks that end at the diagonal."""
+        """Returns the FLOPs of a symmetric (s, k) × (k, s), in blocks up to the diagonal."""
         block = block_side(self.products, s, k)
         ends = [min(s, start + block) for start in range(0, s, block)]
         return sum(2 * (end - start) * end * k for start, end in zip([0, *ends], ends))
 
 
 def block_side(products: str, s: int, k: int) -> int:
-    """Side of the blocks, or tiles, in which (s, k) × (k, s) is computed; s for a whole product."""
+    """Returns the side of the blocks or tiles of (s, k) × (k, s); s for a whole product."""
     return BLOCK_SIDES.get(products, s) if s * k >= BLOCKS_FROM.get(products, 0) else s
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a group's matrices are orthogonalized on one type of device, whatever their shape.
+    """How a group's matrices of any shape are orthogonalized on one type of device.
 
     Args:
-        polynomials: those of the iterations, before margins for the arithmetic.
-        algorithm: of `ALGORITHMS`.
-        dtype: arithmetic of the iteration.
-        batch_invariant: whether matrices are taken one at a time, with the products that keep exact
-            mode's bits.
-        equilibrate: whether rows are brought to one norm first.
-        renormalize: whether the result is brought to the norm of a polar factor.
+        polynomials: the polynomials, before margins for the arithmetic.
+        algorithm: one of `ALGORITHMS`.
+        dtype: dtype of the iteration's arithmetic.
+        batch_invariant: True for one matrix at a time, with the products of exact mode.
+        equilibrate: True to scale rows to the same norm first.
+        renormalize: True to scale the result to the norm of a polar factor.
     """
 
     polynomials: Polynomials
@@ -139,7 +136,7 @@ class Recipe:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
     def form(self, rows: int, cols: int) -> Form:
-        """The form for matrices (rows, cols)."""
+        """Returns the form for matrices (rows, cols)."""
         s, l = min(rows, cols), max(rows, cols)
         triples, products = self.polynomials.in_arithmetic(self.dtype), self._products(s, l)
         standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
@@ -150,22 +147,22 @@ class Recipe:
         gram = replace(standard, restarts=self._restarts(triples, s))
         if self.algorithm == "gram":
             return gram
-        # fp16 on CPUs imitates the arithmetic of accelerators, so it takes the form that they take.
+        # fp16 on CPUs imitates the arithmetic of accelerators, so it uses the same form.
         counted = "tiles" if products == "in_fp32" else products
         costs = (replace(form, products=counted).flops(s, l) for form in (gram, standard))
         share = next(costs) / max(1, next(costs))
         where = " on accelerators" if counted != products else ""
         if share <= GRAM_FLOPS[counted]:
             return replace(gram, why=f"{share:.2f} of the standard form's FLOPs{where}")
-        return replace(standard, why=f"the Gram form takes {share:.2f} of its FLOPs{where}")
+        return replace(standard, why=f"the Gram form needs {share:.2f} of its FLOPs{where}")
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
     def flops(self, rows: int, cols: int) -> int:
-        """FLOPs of `form` for one matrix."""
+        """Returns the FLOPs of `form` for one matrix."""
         return self.form(rows, cols).flops(rows, cols)
 
     def _restarts(self, triples: tuple[Triple, ...], s: int) -> tuple[int, ...]:
-        """The restarts of the Gram form, for polynomials with their margins and a shorter side."""
+        """Returns the restarts of the Gram form for triples with margins; s is the shorter side."""
         is_bf16 = self.dtype == torch.bfloat16
         for name, (in_bf16, in_others) in RESTARTS.items() if s >= GRAM_FROM else ():
             if self.polynomials.triples == resolve(name).triples:
@@ -189,7 +186,7 @@ class Recipe:
                 return "exact blocks"
             return "blocks" if self.dtype == torch.bfloat16 else "fp32 blocks"
         has_kernels = self.device_type in triton_kernels.DEVICE_TYPES
-        # If rows do not begin at multiples of 16 entries, kernels load each entry by itself.
+        # Unless rows begin at multiples of 16 entries, kernels load entries one by one.
         fits = self.dtype != torch.float64 and s % 16 == l % 16 == 0
         return "tiles" if has_kernels and fits else "whole"
 
@@ -207,11 +204,7 @@ def recipe_for(
     equilibrate: bool = False,
     renormalize: bool = False,
 ) -> Recipe:
-    """The recipe for the options that `newton_schulz` takes.
-
-    Raises:
-        ValueError: see `resolve`.
-    """
+    """Returns the recipe for options of `newton_schulz`; raises ValueError as `resolve` does."""
     dtype = dtype or default_dtype(matrix_dtype, device)
     polynomials = resolve(coefficients, steps)
     if norm_factor is not None:
@@ -241,15 +234,15 @@ def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 @functools.cache
 def _cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions for products in bfloat16, and oneDNN may use them.
+    """Returns True if the CPU has instructions for bfloat16 products that oneDNN can use.
 
-    On x86 oneDNN says that it supports bfloat16 on every CPU with AVX-512. Without the instructions
-    it widens every operand to fp32, and takes five times as long as in fp32. So this asks for the
-    instructions, too.
+    On x86, oneDNN reports support for bfloat16 on every CPU with AVX-512. Without the instructions
+    it widens every operand to fp32, and is five times slower than in fp32. So this also checks the
+    instructions.
     """
     probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if probe is None or not torch.backends.mkldnn.is_available() or not probe():
         return False
-    if not torch.cpu._is_avx2_supported():  # not x86: there oneDNN asks for more than AVX2
+    if not torch.cpu._is_avx2_supported():  # not x86, where oneDNN's bf16 needs more than AVX2
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

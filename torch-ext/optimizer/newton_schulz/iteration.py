@@ -1,8 +1,8 @@
-"""Orthogonalizes matrices: brings them to norm 1 and iterates, in the standard or the Gram form.
+"""Orthogonalizes matrices: scales them to norm 1 and iterates, in the standard or the Gram form.
 
-Let X be (s, l) with s ≤ l; a tall matrix counts as transposed. The textbook's iteration is
-`standard` (Jordan et al. 2024); `gram` makes several iterations at once on s × s matrices alone
-(Zhang, Amsel, Chen & Dao 2026, "Gram Newton-Schulz").
+X is (s, l) with s ≤ l; tall matrices work as if transposed. `standard` is the usual iteration
+(Jordan et al. 2024); `gram` runs several iterations on s × s matrices alone (Zhang, Amsel, Chen &
+Dao 2026, "Gram Newton-Schulz").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .forms import ALGORITHMS, Form, Recipe, block_side, recipe_for
 from .normalization import Eps, equilibrate, is_by_kernel, normalize, part_bytes, renormalize
 from .products import PRODUCTS, Products, full_precision
 
-# Bytes of matrices that are orthogonalized at once: on CPUs, so few that buffers stay in caches.
+# Bytes of matrices to orthogonalize at once: on CPUs, few enough that buffers stay in caches.
 AT_ONCE_BYTES = {"cpu": 4 << 20}
 
 
@@ -75,7 +75,7 @@ def newton_schulz(
     """
     if G.ndim < 2 or not G.is_floating_point():
         raise ValueError(
-            f"newton_schulz takes real matrices (..., rows, cols), found {tuple(G.shape)} {G.dtype}"
+            f"newton_schulz needs real matrices (..., rows, cols), found {tuple(G.shape)} {G.dtype}"
         )
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {ALGORITHMS}, found {algorithm!r}")
@@ -104,9 +104,9 @@ def orthogonalize(
     overwrite: bool,
     scratch: Scratch,
 ) -> Tensor:
-    """Polar factors of a batch, by a recipe.
+    """Returns the polar factors of a batch.
 
-    The result may lie in ``scratch`` or, if ``overwrite`` allows it, in ``batch``.
+    The result may share memory with ``scratch`` or, if ``overwrite``, with ``batch``.
     """
     if batch.numel() == 0:
         return batch.to(recipe.dtype, copy=True)
@@ -118,7 +118,7 @@ def orthogonalize(
         U = batch
     else:
         U = scratch.empty("U", batch.shape, recipe.dtype, batch.device)
-    # Libraries pick kernels by alignment as well, so exact mode needs each in the same memory.
+    # Libraries also pick kernels by alignment, so exact mode copies each matrix to the same memory.
     for matrices, polar_factors in zip(batch.split(at_once), U.split(at_once)):
         polar_factors.copy_(_orthogonalize_together(matrices, recipe, eps, False, scratch))
     return U
@@ -131,15 +131,15 @@ def _orthogonalize_together(
     overwrite: bool,
     scratch: Scratch,
 ) -> Tensor:
-    """Does what `orthogonalize` does, for all matrices at once."""
+    """Orthogonalizes all matrices of a batch at once, like `orthogonalize`."""
     n, rows, cols = batch.shape
     if overwrite and batch.dtype == recipe.dtype:
         X = batch
     else:
         X = scratch.empty("X", batch.shape, recipe.dtype, batch.device)
-    # A large matrix of norm 1 has entries under 6e-5, which fp16 would lose: a power of two brings
-    # them nearer to 1. The norm comes to less than 2^7, and partial sums of XXᵀ to less than 2^14
-    # or so: nothing overflows even if a library keeps these in fp16.
+    # A large matrix of norm 1 has entries under 6e-5, which fp16 would lose, so multiply it by a
+    # power of two. The norm is then less than 2^7, and partial sums of XXᵀ are less than about
+    # 2^14: nothing overflows even if a library keeps the sums in fp16.
     is_magnified = recipe.dtype == torch.float16
     magnification = 2.0 ** min(6, int(math.log2(rows * cols) / 2)) if is_magnified else 1.0
     factor, by_kernel = recipe.polynomials.norm_factor, is_by_kernel(batch, X)
@@ -155,16 +155,16 @@ def _orthogonalize_together(
 
 
 def _iterate(X: Tensor, form: Form, magnification: float, scratch: Scratch) -> Tensor:
-    """All iterations of a form on X, which is multiplied by ``magnification``; their result is not.
+    """Runs all iterations of a form on X, which is multiplied by ``magnification``.
 
-    It lies in X or in ``scratch``.
+    The result is not multiplied. It shares memory with X or ``scratch``.
     """
     n, side = len(X), min(X.shape[-2:])
     without_kernels = form.products == "tiles" and not triton_kernels.is_used_on(X.device.type)
     products = PRODUCTS["whole" if without_kernels else form.products]
     products = products._replace(gram=partial(products.gram, alpha=magnification**-2))
     Y = scratch.empty("Y", X.shape, X.dtype, X.device)
-    # One tensor for all: allocators would return several large ones to the system after each call.
+    # One tensor for all four: separate large ones would go back to the system after each call.
     padding = products.padding if block_side(form.products, side, side) < side else 0
     shape = (4 if form.is_gram else 2, n, side, side + padding)
     squares = scratch.empty("squares", shape, X.dtype, X.device)[..., :side].unbind(0)  # R, Z, Q, T
@@ -185,10 +185,10 @@ def standard(
     squares: Sequence[Tensor],  # of (n, s, s), overwritten
     Y: Tensor,  # like X; both are overwritten
 ) -> tuple[Tensor, Tensor]:
-    """X ← aX + ZX with Z = bR + cR² and R = XXᵀ, for each (a, b, c); then X ← scale·X.
+    """Computes X ← aX + ZX with Z = bR + cR² and R = XXᵀ for each (a, b, c), then X ← scale·X.
 
     Returns:
-        X, and the other one of the two tensors.
+        X, and the other one of the tensors ``X`` and ``Y``.
     """
     R, Z, *_ = squares
     for step, (a, b, c) in enumerate(triples, start=1):
@@ -210,9 +210,11 @@ def gram(
     squares: Sequence[Tensor],
     Y: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What `standard` does, with R = XXᵀ taken once and X changed once, from one restart to the
-    next (`forms.RESTARTS`): for each (a, b, c)
-    Q ← ZQ + aQ, from Q = I on, and T = RZ + aR, R ← ZT + aT; then X ← scale·QX."""
+    """Computes the same as `standard`, but reads and updates X only once, between two restarts.
+
+    With R = XXᵀ and Q = I at first, for each (a, b, c): Z = bR + cR², Q ← ZQ + aQ, T = RZ + aR,
+    R ← ZT + aT. Then X ← scale·QX.
+    """
     R, Z, Q, T = squares
     R = products.gram(X, out=R)
     for step, (a, b, c) in enumerate(triples, start=1):
@@ -223,6 +225,6 @@ def gram(
         if step == 1:
             Z.diagonal(dim1=-2, dim2=-1).add_(a)
             Q, Z = Z, Q
-        else:  # ZQ rather than QZ, as R is ZT: roundings agree
+        else:  # ZQ rather than QZ, since R is ZT: they round the same way
             Q, T = products.symmetric(Z, Q, 1.0, a, Q, T), Q
     return products.apply(Q, X, scale, 0.0, Y), X

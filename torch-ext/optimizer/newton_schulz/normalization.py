@@ -1,7 +1,7 @@
-"""Brings matrices to norm 1 before the iteration, and to the norm of a polar factor after it.
+"""Scales matrices to norm 1 before the iteration, and to the norm of a polar factor after it.
 
-A matrix is divided by its largest magnitude, so that no square underflows, and then by its *size*,
-which is norm_factor·norm + eps, or 1 where that is 0.
+A matrix is divided by its largest magnitude, so that no square underflows, and then by its *size*:
+norm_factor·norm + eps, or 1 if that is 0.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor
 from .. import triton_kernels
 from ..scratch import Scratch
 
-_LEAST_ROW_NORM = 1e-6  # the least that equilibration divides a row by: smaller rows stay smaller
-_LEAST_NORM = 1e-6  # the least that renormalization divides a matrix by
-# A bound on the quotient of an absolute eps and a matrix's largest magnitude. Divided by the bound
-# the matrix vanishes already, and the square of more would overflow.
+_LEAST_ROW_NORM = 1e-6  # the least divisor of rows in equilibration: smaller rows stay smaller
+_LEAST_NORM = 1e-6  # the least divisor of a matrix in renormalization
+# A bound on the quotient of an absolute eps and a matrix's largest magnitude. A matrix divided by
+# the bound already vanishes, and the square of more would overflow.
 MOST_EPS = 1e18
 _SIDES = (-2, -1)
 
-# Bytes of fp32 numbers that are worked on at once; on CPUs, what caches hold.
+# Bytes of fp32 numbers to work on at once; on CPUs, what fits caches.
 PART_BYTES = {"cpu": 1 << 20}
 DEFAULT_PART_BYTES = 64 << 20
 
 
 class Eps(NamedTuple):
-    """What is added to the norms that matrices are divided by.
+    """Values to add to the norms that matrices are divided by.
 
     Args:
-        relative: added to the norm of a matrix after it was divided by its largest magnitude.
+        relative: added to the norm of a matrix after division by its largest magnitude.
         absolute: added to the norm of the matrix itself.
-        divided_by: what `equilibrate` has divided the matrices by, (n, 1, 1), and therefore
-            divides ``absolute`` as well; None for 1.
+        divided_by: divisors of the matrices in `equilibrate`, (n, 1, 1), which divide ``absolute``
+            as well; None means 1.
     """
 
     relative: float
@@ -42,8 +42,7 @@ class Eps(NamedTuple):
     divided_by: Optional[Tensor] = None
 
     def add_to(self, norms: Tensor, largest: Tensor) -> Tensor:
-        """Adds, in place, to norms (n, 1, 1) of matrices that were divided by their largest
-        magnitudes, (n, 1, 1)."""
+        """Adds to norms (n, 1, 1), in place; ``largest`` (n, 1, 1) has divided the matrices."""
         if self.absolute == 0.0:
             return norms.add_(self.relative)
         absolute = self.absolute / (1.0 if self.divided_by is None else self.divided_by)
@@ -55,7 +54,7 @@ def part_bytes(device_type: str) -> int:
 
 
 def is_by_kernel(G: Tensor, out: Tensor) -> bool:
-    """Whether a kernel normalizes matrices, however many."""
+    """Returns True if one kernel normalizes all matrices of a batch."""
     return triton_kernels.is_used_on(G.device.type) and torch.float64 not in (G.dtype, out.dtype)
 
 
@@ -69,9 +68,8 @@ def normalize(
 ) -> None:
     """Divides each matrix by its largest magnitude, then by its size; rounds once into ``out``.
 
-    The size is that after the first division, factor·‖G‖_F + eps. It is not finite for a matrix
-    with Inf or NaN. The quotient is multiplied by ``magnification``, a power of two. ``out`` may be
-    G itself.
+    The size, factor·‖G‖_F + eps after the first division, is not finite for a matrix with Inf or
+    NaN. The quotient is multiplied by ``magnification``, a power of two. ``out`` may be G itself.
     """
     if is_by_kernel(G, out):
         from ..triton_kernels import elementwise
@@ -80,10 +78,10 @@ def normalize(
         return
     n, rows, cols = G.shape
     dtype = torch.promote_types(G.dtype, torch.float32)
-    # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
+    # Squares of values under 1e-19 vanish in fp32: scale the largest magnitude to 1 first.
     largest = _largest(G).to(dtype)
     largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-    # A large matrix that comes or goes in 16 bits is widened some rows at a time, twice, not whole.
+    # To save memory, large matrices with 16-bit input or output are widened in slices, twice.
     rounds_on_cpu = G.device.type == "cpu" and out.dtype.itemsize == 2
     by_rows = G.dtype != dtype or rounds_on_cpu
     at_once = max(1, part_bytes(G.device.type) // (4 * n * cols)) if by_rows else rows
@@ -98,14 +96,14 @@ def normalize(
     for rows_of_G, output in slices:
         if len(slices) > 1:
             X = _divided(rows_of_G, largest, scratch, output)
-        if rounds_on_cpu:  # on CPUs out= would allocate the quotient before it is rounded
+        if rounds_on_cpu:  # on CPUs, out= would allocate the quotient before rounding it
             output.copy_(X.div_(size))
         else:
             torch.div(X, size, out=output)
 
 
 def _largest(G: Tensor) -> Tensor:
-    """The largest magnitude of each matrix, (n, 1, 1); NaN if the matrix has one."""
+    """Returns the largest magnitude of each matrix, (n, 1, 1); NaN if the matrix has NaN."""
     if len(G) == 1 and G.device.type == "cpu":  # amax over two dimensions is slow in 16 bits
         lowest, highest = torch.aminmax(G)
     else:
@@ -114,20 +112,20 @@ def _largest(G: Tensor) -> Tensor:
 
 
 def _divided(G: Tensor, largest: Tensor, scratch: Scratch, out: Tensor) -> Tensor:
-    """G / largest, in the dtype of ``largest``: in ``out`` if that has it, else in ``scratch``."""
+    """Returns G / largest in the dtype of ``largest``, in ``out`` if that fits, or ``scratch``."""
     dtype = largest.dtype
     X = out if out.dtype == dtype else scratch.empty("opmath", G.shape, dtype, G.device)
     return torch.div(G, largest, out=X) if G.dtype == dtype else X.copy_(G).div_(largest)
 
 
 def equilibrate(G: Tensor, eps: Eps, overwrite: bool, scratch: Scratch) -> tuple[Tensor, Eps]:
-    """Scales each row to ‖G‖_F/√rows, the root mean square of rows' norms (arXiv:2603.28254).
+    """Scales each row to ‖G‖_F/√rows, the root mean square of the rows' norms (arXiv:2603.28254).
 
-    A row with a norm under 1e-6 is scaled as if its norm were 1e-6, as nanochat has it.
+    A row with a norm under 1e-6 is scaled as if its norm were 1e-6, as in nanochat.
 
     Returns:
-        A multiple of that matrix, with rows of norm √cols, whose entries fit every format; it lies
-        in G if that may be overwritten. Then eps for this multiple.
+        A multiple of that matrix whose rows have norm √cols, so that entries fit every dtype, and
+        eps for this multiple. The matrix overwrites G if ``overwrite``.
     """
     n, rows, cols = G.shape
     dtype = torch.promote_types(G.dtype, torch.float32)

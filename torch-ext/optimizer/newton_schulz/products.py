@@ -1,8 +1,8 @@
 """Computes symmetric products: whole, or only one half of each, in blocks or tiles.
 
-`PRODUCTS` has three functions over batches for each of these ways. Two make symmetric products,
-R = XXᵀ, and αAB + βC of symmetric matrices that commute; the third multiplies X, on its shorter
-side, by such a product.
+`PRODUCTS` has three functions over batches for each of these ways. Two compute symmetric products:
+XXᵀ, and αAB + βC of symmetric matrices that commute. The third multiplies X, on its shorter side,
+by a symmetric matrix.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class Products(NamedTuple):
         symmetric: ``(A, B, alpha, beta, C, out)`` writes alpha·AB + beta·C into ``out``.
         apply: ``(Q, X, alpha, beta, out)`` writes alpha·QX + beta·X, or alpha·XQ + beta·X of a tall
             X, into ``out``.
-        padding: unused entries after each row of symmetric matrices. If rows were 2^k bytes apart,
-            a column would fall on few lines of a CPU's cache, and a mirror image would take twice
-            the time.
+        padding: unused entries after each row of symmetric matrices. With rows 2^k bytes apart, a
+            column would map to few lines of a CPU's cache, and mirroring would be twice as slow.
     """
 
     gram: Callable[..., Tensor]
@@ -40,8 +39,8 @@ class Products(NamedTuple):
     padding: int = 0
 
 
-# For operands of each dtype, torch's switches, and the values at which cuBLAS neither reduces parts
-# of a sum in 16 bits nor takes TF32. Torch's defaults or users may have set other values.
+# By dtype of operands: torch's switches, and the values with which cuBLAS neither reduces partial
+# sums in 16 bits nor uses TF32. Torch's defaults or the user's settings may differ.
 _SWITCHES: dict[torch.dtype, dict[str, Any]] = {
     torch.float16: {
         "allow_fp16_reduced_precision_reduction": False,
@@ -52,14 +51,14 @@ _SWITCHES: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
-_switching = threading.RLock()  # switches are global: another thread could restore them too early
+_switching = threading.RLock()  # switches are global: another thread must not restore them early
 
 
 @contextlib.contextmanager
 def full_precision(dtype: torch.dtype, device_type: str) -> Iterator[None]:
-    """A context in which cuBLAS sums in fp32; it restores the user's switches at its end.
+    """A context in which cuBLAS accumulates in fp32; it restores the user's switches at its end.
 
-    It does nothing in graphs of torch.compile, which guards these switches.
+    It does nothing under torch.compile, which guards these switches.
     """
     if device_type != "cuda" or dtype not in _SWITCHES or torch.compiler.is_compiling():
         yield
@@ -70,7 +69,7 @@ def full_precision(dtype: torch.dtype, device_type: str) -> Iterator[None]:
         try:
             for name, value in _SWITCHES[dtype].items():
                 before[name] = getattr(matmul, name)
-                # Some versions of torch have a second switch, to be set with the first one.
+                # Some versions of torch have a second switch, which must be set with the first.
                 split_k = getattr(matmul, f"{name}_split_k", None)
                 if split_k is not None:
                     before[name], value = (before[name], split_k), (value, split_k)
@@ -78,7 +77,7 @@ def full_precision(dtype: torch.dtype, device_type: str) -> Iterator[None]:
             yield
         finally:
             for name, value in before.items():
-                if name == "fp32_precision":  # "none" inherits the value again, if it was inherited
+                if name == "fp32_precision":  # with "none" it inherits again, if it did before
                     setattr(matmul, name, "none")
                 if getattr(matmul, name) != value:
                     setattr(matmul, name, value)
@@ -89,12 +88,12 @@ def _is_tall(X: Tensor) -> bool:
 
 
 def _sides(X: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors, X and Xᵀ, of the smaller Gram matrix of X."""
+    """Returns the factors of the smaller Gram matrix of X."""
     return (X.mT, X) if _is_tall(X) else (X, X.mT)
 
 
 def _product(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor) -> Tensor:
-    """Writes alpha·AB + beta·C, of two matrices or of two batches, into ``out``."""
+    """Writes alpha·AB + beta·C, for matrices or batches, into ``out``."""
     multiply, add = (torch.mm, torch.addmm) if A.ndim == 2 else (torch.bmm, torch.baddbmm)
     if alpha == 1.0 and beta == 0.0:
         return multiply(A, B, out=out)
@@ -106,7 +105,7 @@ def _gram(symmetric: Symmetric, X: Tensor, alpha: float, out: Tensor) -> Tensor:
 
 
 def _apply(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
-    """Multiplies one by one if Q has padding: libraries copy a padded batch, even of one matrix."""
+    """Multiplies a padded Q one matrix at a time: libraries copy a padded batch, even of one."""
     left, right = (X, Q) if _is_tall(X) else (Q, X)
     if Q.stride(-2) == Q.shape[-1]:
         return _product(left, right, alpha, beta, X, out)
@@ -127,10 +126,10 @@ def _symmetric_blocks(
 ) -> Tensor:
     """Computes columns from the diagonal down, block by block, and copies their mirror image.
 
-    It takes one matrix at a time, since CPUs multiply in place into a part of a matrix, but not
-    into a part of a batch. It takes columns rather than rows, since libraries repack the right
-    factor: so they repack each part of that factor once. Exact mode takes rows up to the diagonal,
-    ``by_rows``: the last bits of the two differ, and exact mode keeps its bits.
+    CPUs write a product in place into a part of a matrix, but not into a part of a batch, hence one
+    matrix at a time. Libraries repack the right factor: with blocks of columns, they repack each
+    part of it only once. Exact mode uses rows up to the diagonal (``by_rows``), whose last bits
+    differ, because its bits must not change.
     """
     _, s, k = A.shape
     side = block_side(name, s, k)
@@ -155,7 +154,7 @@ def _by_blocks(name: str, by_rows: bool = False, padding: int = 32) -> Products:
 def _symmetric_in_fp32(
     A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
-    """Rounds the upper triangle of an fp32 product once, and mirrors it, as kernels by tiles do."""
+    """Rounds the upper triangle of an fp32 product once, and mirrors it, like the Triton kernel."""
     product = torch.baddbmm(C.float(), A.float(), B.float(), alpha=alpha, beta=beta)
     return out.copy_(product.triu().add_(product.triu(1).mT))
 
@@ -178,8 +177,8 @@ PRODUCTS = {
     "blocks": _by_blocks("blocks"),
     "fp32 blocks": _by_blocks("fp32 blocks"),
     "exact blocks": _by_blocks("exact blocks", by_rows=True, padding=0),
-    # fp16 on CPUs, in the arithmetic of accelerators: products in fp32 that are rounded once.
+    # fp16 on CPUs with the arithmetic of accelerators: products in fp32, rounded once.
     "in_fp32": Products(partial(_gram, _symmetric_in_fp32), _symmetric_in_fp32, _apply_in_fp32),
-    # By Triton's kernels.
+    # With a Triton kernel.
     "tiles": Products(partial(_gram, _symmetric_tiles), _symmetric_tiles, _apply),
 }

@@ -1,6 +1,6 @@
 """Triton kernels for accelerators: `is_used_on` decides where they replace torch's operations.
 
-Modules of kernels import triton, and are imported only where a kernel is launched.
+The modules of this package import triton. Import them only where a kernel is launched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-# Device types that Triton compiles for; AMD's are "cuda" to torch as well.
+# Device types that Triton compiles for; torch calls AMD's GPUs "cuda", too.
 DEVICE_TYPES = ("cuda", "xpu")
 
 NEEDS = (
@@ -24,14 +24,13 @@ _is_enabled = ContextVar("_is_enabled", default=True)
 
 
 def is_used_on(device_type: str) -> bool:
-    """Whether kernels are used for tensors on that type of device; asks no device."""
+    """Returns True if kernels are used on that type of device; does not query a device."""
     return device_type in DEVICE_TYPES and _is_enabled.get() and is_installed()
 
 
 @contextlib.contextmanager
 def enabled(value: bool) -> Iterator[None]:
-    """Lets torch's operations do the work of the kernels in this thread where ``value`` is False,
-    and restores what was before at the end."""
+    """A context that turns kernels on or off for this thread; off, torch's operations run."""
     token = _is_enabled.set(value)
     try:
         yield
@@ -45,7 +44,7 @@ def is_installed() -> bool:
 
 
 def warn_of_doing_without(problem: str) -> None:
-    """Warns that torch's operations do the work of kernels, and why."""
+    """Warns that torch's operations replace kernels, and why."""
     warnings.warn(
         f"Triton's kernels are not used, which takes longer: {problem}",
         RuntimeWarning,
@@ -54,5 +53,5 @@ def warn_of_doing_without(problem: str) -> None:
 
 
 def first_line_of(error: Exception) -> str:
-    """The class of an error and the first line of its message: compilers write pages."""
+    """Returns an error's class and first line only, since compilers' messages can be pages long."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

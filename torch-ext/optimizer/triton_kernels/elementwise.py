@@ -1,10 +1,10 @@
-"""Kernels that do the element-wise arithmetic of `core` on accelerators, in one pass over memory.
+"""Kernels for the element-wise arithmetic of `core` on accelerators, in one pass over memory.
 
-What they compute is decided in `core`; `tests/test_triton_elementwise.py` compares both.
+`core` defines what they compute; `tests/test_triton_elementwise.py` compares both.
 
-Every operation is rounded on its own: launches forbid the compiler to fuse products with sums
-(`_LAUNCH`), which it would do in one kernel, tile or vector width and not in another. So the same
-element becomes the same bits wherever it lies, and ranks of different layouts agree.
+Every operation is rounded separately: launches forbid the compiler to fuse products with sums
+(`_LAUNCH`), which it would do for some kernels, tiles and vector widths only. So an element gets
+the same bits at any position, and ranks with different layouts agree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .launching import layout_of
 
 Number = Union[float, Tensor]
 
-_PARTIALS = 1024  # read at once where they are combined
+_PARTIALS = 1024  # partial results to combine at once
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -38,10 +38,10 @@ def update_momentum(
     weight: float,
     nesterov: bool,
 ) -> None:
-    """B ← μB + wG, and wG + μB, or B, into ``outputs``; in fp32, or fp64 where a tensor has it.
+    """Updates B ← μB + wG, and writes wG + μB, or B, to ``outputs``; see `core.update_momentum`.
 
-    B is rounded once, into its dtype, and the output is made of what it was rounded to. Tensors may
-    have any strides and floating dtypes. For the other arguments see `core.update_momentum`.
+    Arithmetic is in fp32, or fp64 if any tensor is fp64. B is rounded once, to its dtype, and the
+    output is computed from the rounded B. Tensors may have any strides and floating dtypes.
     """
     device = buffers[0].device
     for launch in launches((buffers, grads, outputs)):
@@ -70,10 +70,10 @@ def update_weights(
     factors: Optional[Sequence[Tensor]] = None,
     rounded_by: Optional[Sequence[RoundedBy]] = None,
 ) -> None:
-    """W ← W − (Δ + decay·W), Δ = rate·factor·U; in fp32, or fp64 where a tensor has it.
+    """Updates W ← W − (Δ + decay·W) with Δ = rate·factor·U; see `core.update_weights`.
 
-    W is rounded once, with ``rounded_by`` from fp32; updates are only read. Both may have
-    any strides and floating dtypes. For the other arguments see `core.update_weights`.
+    Arithmetic is in fp32, or fp64 if any tensor is fp64. W is rounded once, with ``rounded_by``
+    from fp32; updates are only read. Tensors may have any strides and floating dtypes.
     """
     device = weights[0].device
     residuals: Any = None
@@ -107,15 +107,15 @@ def normalize(
     most_eps: float,
     magnification: float,
 ) -> None:
-    """Divides matrices by their largest magnitudes and sizes, as `newton_schulz.iteration` has it.
+    """Divides matrices by their largest magnitudes and sizes; see `normalization.normalize`.
 
     Args:
-        matrices, out: (n, rows, cols), not empty, of any strides, in fp32 or less; they may be one
+        matrices, out: (n, rows, cols), not empty, any strides, fp32 or narrower; may be the same
             tensor.
-        factor: norms are multiplied with it.
-        eps, eps_absolute, divided_by: see `iteration.Eps`.
-        most_eps: bounds an absolute eps over a largest magnitude.
-        magnification: a power of two that ``out`` is multiplied with.
+        factor: factor on the norms.
+        eps, eps_absolute, divided_by: see `normalization.Eps`.
+        most_eps: bound on an absolute eps divided by a largest magnitude.
+        magnification: factor on ``out``, a power of two.
     """
     count, device = len(matrices), matrices.device
     (launch,) = launches(([matrices],), by_slices=True)
@@ -135,8 +135,10 @@ def normalize(
 def copy(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], sizes: Optional[Tensor] = None
 ) -> None:
-    """Inputs into outputs of the same shapes, of any floating dtype; where ``sizes`` are given, (2,
-    n) in fp32, slices of a single input are divided by both of theirs on the way."""
+    """Copies inputs to outputs of the same shapes and any floating dtypes.
+
+    With ``sizes``, (2, n) in fp32, slices of a single input are divided by both of their sizes.
+    """
     count = 0 if sizes is None else sizes.shape[1]
     for launch in launches((inputs, outputs), by_slices=True):
         X, out = launch.tiling.dtypes
@@ -156,12 +158,12 @@ _TL = {
 def _numbers(
     values: Sequence[Number], dtypes: Sequence[Any], device: torch.device
 ) -> tuple[list[Number], dict[str, Any]]:
-    """Numbers as a kernel takes them, and its constants DTYPE, of arithmetic, and ON_DEVICE.
+    """Converts numbers for a kernel; also returns its constants DTYPE and ON_DEVICE.
 
-    They are floats for fp32, and tensors on the device for fp64 or where one is such a tensor.
+    Numbers become floats for fp32, and tensors on the device for fp64 or if one is there already.
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    numbers: list[Number] = [  # reading what is on the host waits for no device
+    numbers: list[Number] = [  # only tensors on the host are read, so nothing synchronizes
         v if isinstance(v, Tensor) and (device.type == "cpu" or not v.is_cpu) else float(v)
         for v in values
     ]
@@ -178,7 +180,7 @@ def _launch(
     kernel: Any, launch: Launch, device: torch.device, *arguments: Any, **constants: Any
 ) -> None:
     tiling, firsts, lengths = launch.tiling, launch.firsts, launch.lengths
-    # Triton specializes each number of a tuple, whatever `do_not_specialize` says.
+    # Triton specializes on each number of a tuple, regardless of `do_not_specialize`.
     addresses = [address for column in launch.columns if column for address in column]
     key = (
         *(kernel.__name__, tiling, firsts, lengths, launch.is_aligned),
@@ -190,60 +192,60 @@ def _launch(
     launching.launch(kernel, key, device, launch.programs, arguments, constants, **_LAUNCH)
 
 
-# Kernels get the addresses of tensors as numbers, a tuple for each list of tensors; of random bits
-# they get the first counters. These travel with the launch, as all arguments do: nothing is copied
-# to the device before it, and graphs may be captured of it. torch's functions of lists do the same.
+# Kernels get lists of tensors as tuples of addresses, and random bits as tuples of first counters.
+# As arguments of the launch, these need no copy to the device, and CUDA graphs can capture the
+# launch. torch's foreach functions do the same.
 
-# Elements per program: two vectors of 16 bytes in bf16 for each thread of four warps.
+# Elements per program: in bf16, two vectors of 16 bytes for each thread of four warps.
 _TILE = 2048
-_SQUARE_TILE = (32, 64)  # where rows are contiguous in one tensor and columns in another
+_SQUARE_TILE = (32, 64)  # if rows are contiguous in one tensor and columns in another
 
-# Each program looks through the items of its launch for its own: with more items, that would take
-# longer than its tile.
+# Each program searches the items of its launch for its own: with more items, that would take longer
+# than its tile.
 _MOST_ITEMS = 32
 
-_ALIGNMENT = 16  # bytes of addresses, and elements of rows, that vectors take
+_ALIGNMENT = 16  # multiple of bytes of addresses, and of elements of rows, that vectors need
 
 Shape = tuple[int, ...]
 Column = Optional[Sequence[Any]]  # of tensors or of random bits
 
 
 class Tiling(NamedTuple):
-    """How the tensors of an item, one of each column, are cut into tiles."""
+    """How the tensors of an item, one from each column, are cut into tiles."""
 
     shape: Shape  # (slices, rows)
-    strides: tuple[Shape, ...]  # of each column, for (slices, rows, elements)
-    dtypes: tuple[Any, ...]  # of each column; None for a column that is None
-    rows: int  # of a tile
+    strides: tuple[Shape, ...]  # per column, for (slices, rows, elements)
+    dtypes: tuple[Any, ...]  # per column; None for a column that is None
+    rows: int  # per tile
     cols: int
 
 
 class Launch(NamedTuple):
-    """One launch, with a program for each tile of its items, which are cut alike.
+    """One launch, with a program for each tile of its items, which share a tiling.
 
-    What there is of each item is padded to a power of two, or each number of items would be another
-    compilation; the padding begins after the last program.
+    Lists with one entry per item are padded to a power of two, to save compilations; the first
+    program of padding is after the last one.
     """
 
     tiling: Tiling
-    columns: tuple[Optional[tuple[int, ...]], ...]  # addresses, or first counters, of each item
+    columns: tuple[Optional[tuple[int, ...]], ...]  # addresses, or first counters, per item
     firsts: tuple[int, ...]  # the number of each item's first program
-    lengths: tuple[int, ...]  # elements of a row of each item
+    lengths: tuple[int, ...]  # elements per row of each item
     programs: int
-    is_aligned: bool  # whether wide tensors and rows can be accessed in vectors
+    is_aligned: bool  # True if wide tensors and rows can be accessed in vectors
 
 
 def launches(
     wide: Sequence[Column], broadcast: Sequence[Column] = (), *, by_slices: bool = False
 ) -> Iterator[Launch]:
-    """Yields as few launches as have all items; empty ones are left out.
+    """Yields as few launches as possible for all items; skips empty items.
 
     Args:
-        wide: columns, lists of tensors; the tensors of an item have one shape. Any column but the
-            first may be None.
-        broadcast: columns that broadcast to these, random bits among them, or None.
-        by_slices: whether the first dimension stays as it is, as slices. Other dimensions are
-            merged where they can be.
+        wide: columns, which are lists of tensors; the tensors of an item have the same shape. Any
+            column but the first may be None.
+        broadcast: columns of tensors or random bits that broadcast to these, or None.
+        by_slices: True to keep the first dimension, as slices. Other dimensions are merged if
+            possible.
     """
     columns = (*wide, *broadcast)
     items = list(zip(*[column for column in columns if column is not None]))
@@ -255,7 +257,7 @@ def launches(
             continue
         layout = tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
         cut = _cut(layout, by_slices)
-        if cut is None:  # its slices, which have fewer dimensions, become items at the end
+        if cut is None:  # too many dimensions: append the slices as items
             shape, dim = tensors[0].shape, int(by_slices)
             items += zip(*[_slices(operand, shape, dim) for operand in operands])
             continue
@@ -275,7 +277,7 @@ def launches(
 
 
 def _slices(operand: Any, shape: Shape, dim: int) -> Sequence[Any]:
-    """An operand that is broadcast to that shape, slice by slice along a dimension."""
+    """Returns the slices, along a dimension, of an operand that broadcasts to that shape."""
     if isinstance(operand, RandomBits):
         return [operand._replace(places=places) for places in operand.places.unbind(dim)]
     return operand.expand(shape).unbind(dim)
@@ -299,12 +301,12 @@ def _launch_of(
 
 @functools.lru_cache(maxsize=4096)
 def _cut(layout: tuple, by_slices: bool) -> Optional[tuple[Tiling, int, int]]:
-    """How an item is cut, the elements of a row, and how many tiles there are; None if there are
-    more than three dimensions even when neighbours are merged.
+    """Returns an item's tiling, elements per row, and number of tiles.
+
+    Returns None if there are more than three dimensions even after merging.
 
     Args:
-        layout: of each tensor the shape, which is broadcast to the first one's, the strides and
-            the dtype.
+        layout: shape, strides and dtype of each tensor; shapes broadcast to the first one.
     """
     shape = layout[0][0]
     expanded = [_expanded(shape, *tensor[:2]) for tensor in layout]
@@ -324,7 +326,7 @@ def _cut(layout: tuple, by_slices: bool) -> Optional[tuple[Tiling, int, int]]:
     missing = 3 - len(sizes)
     if missing < 0:
         return None
-    first = int(by_slices)  # slices stay the first
+    first = int(by_slices)  # slices stay first
     sizes[first:first], steps[first:first] = [1] * missing, [(0,) * len(layout)] * missing
     if not by_slices and sizes[:2] == [1, 1]:
         rows, cols = 1, _TILE
@@ -339,15 +341,15 @@ def _cut(layout: tuple, by_slices: bool) -> Optional[tuple[Tiling, int, int]]:
 
 
 def _expanded(shape: Shape, sizes: Shape, strides: Shape) -> Shape:
-    """Strides of a tensor that is expanded to that shape."""
+    """Returns the strides of a tensor that is expanded to that shape."""
     added = len(shape) - len(sizes)
     own = zip(sizes, strides, shape[added:])
     return (*[0] * added, *(0 if size == 1 < whole else step for size, step, whole in own))
 
 
 # Arguments that begin with a capital letter, and ``out``, ``factor`` and ``residual``, are tuples
-# of addresses, and ``counters`` one of numbers, see `Launch`; strides are tuples of three. A
-# program has a tile of one item. Offsets have 64 bits, for tensors of more than 2^31 elements.
+# of addresses, and ``counters`` is a tuple of numbers (see `Launch`); strides are tuples of three.
+# A program handles one tile of one item. Offsets have 64 bits, for more than 2^31 elements.
 
 _ITEMS = ["B", "G", "W", "U", "X", "out", "factor", "residual", "counters", "firsts", "lengths"]
 
@@ -417,9 +419,9 @@ def _measure_kernel(
 
 @triton.jit(do_not_specialize=["programs", "count"])
 def _sizes_kernel(
-    partials,  # (2, matrices, count): largest magnitudes of tiles, and sums of squares over them
-    sizes,  # (2, matrices): what matrices are divided by first, and then
-    divided_by,  # (matrices,), None for 1
+    partials,  # (2, matrices, count): per tile, the largest magnitude, then the sum of (x/largest)²
+    sizes,  # (2, matrices): the first divisor of each matrix, and the second
+    divided_by,  # (matrices,); None means 1
     programs,
     count,
     factor,
@@ -429,7 +431,7 @@ def _sizes_kernel(
     magnification,
     BLOCK: tl.constexpr,
 ):
-    """Combines what was measured of the tiles of a matrix, in their order, to its size."""
+    """Combines the partial results of a matrix's tiles, in order, to its size."""
     matrix = tl.program_id(0).to(tl.int64)
     partials += matrix * count
     top = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -457,7 +459,7 @@ def _sizes_kernel(
 def _copy_kernel(
     X,
     out,
-    sizes,  # (2, count): what slices are divided by first, and then; None for 1
+    sizes,  # (2, count): the first divisor of each slice, and the second; None means 1
     count,
     firsts,
     lengths,
@@ -553,7 +555,7 @@ _SECOND_SHIFT, _SECOND_MULTIPLIER = map(tl.constexpr, MIX[1])
 
 @triton.jit
 def _random_16_bits(counter):
-    """SplitMix64's upper bits, as `weight_rounding.draw` has them."""
+    """Returns SplitMix64's upper bits, as in `weight_rounding.draw`."""
     bits = counter * _GAMMA
     bits = (bits ^ (bits >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     bits = (bits ^ (bits >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
@@ -562,7 +564,7 @@ def _random_16_bits(counter):
 
 @triton.jit
 def _chosen(values, firsts):
-    """Picks the value of this program's item, the last that has begun, from one for each item."""
+    """Picks the value of this program's item, the last one whose first program is not later."""
     value = values[0]
     for number in tl.static_range(1, len(values)):
         value = tl.where(tl.program_id(0) >= firsts[number], values[number], value)
@@ -571,7 +573,7 @@ def _chosen(values, firsts):
 
 @triton.jit
 def _at(addresses, dtype: tl.constexpr, strides, firsts, index, row, col, ALIGNED: tl.constexpr):
-    """Pointers to this program's tile of a column."""
+    """Returns pointers to this program's tile of a column."""
     pointer = _chosen(addresses, firsts).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -580,7 +582,7 @@ def _at(addresses, dtype: tl.constexpr, strides, firsts, index, row, col, ALIGNE
 
 @triton.jit
 def _place(firsts, lengths, shape, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """This program's slice, rows (ROWS, 1), elements (1, COLS), and which lie inside."""
+    """Returns this program's slice, rows (ROWS, 1), elements (1, COLS), and a mask."""
     length = _chosen(lengths, firsts)
     if ALIGNED:
         length = tl.multiple_of(length, 16)
@@ -609,7 +611,7 @@ def _number(number, DTYPE: tl.constexpr, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def _cast(x, dtype: tl.constexpr):
-    if x.dtype == tl.float64 and dtype == tl.bfloat16:  # which not all compilers know
+    if x.dtype == tl.float64 and dtype == tl.bfloat16:  # some compilers can't convert directly
         return x.to(tl.float32).to(dtype)
     else:
         return x.to(dtype)
@@ -617,5 +619,5 @@ def _cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def _bits(x):
-    """Magnitudes in fp32 as integers, which order like them, with NaN above Inf."""
+    """Returns the bits of fp32 magnitudes as integers: same order, with NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -1,7 +1,7 @@
-"""Launches kernels: decides with which tiles, and keeps what Triton has compiled.
+"""Launches kernels: chooses their tiles, and caches compiled kernels.
 
-Tiles of products follow from dtype, sizes and device alone, by what was measured on the device
-(`MEASURED`) or else by a heuristic (`RULES`). Nothing is timed while training.
+Tiles of products depend only on dtype, sizes and device: they come from measurements on the device
+(`MEASURED`), or else from a heuristic (`RULES`). Nothing is timed during training.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ def launch(
     constants: Mapping[str, Any],
     **options: Any,
 ) -> None:
-    """Launches so many programs of a kernel; one that was compiled before, without asking Triton.
+    """Launches a kernel; if it was compiled before, without Triton's dispatch.
 
-    At every launch Triton works out for which types, alignments and constants the arguments need a
-    kernel, which takes 20 to 60 µs of the host, more than many a kernel takes the device. Callers
-    know a key for that from the layout of their tensors.
+    At every launch, Triton derives the specialization from the arguments' types, alignments and
+    values. That costs the host 20 to 60 µs, more than many kernels need on the device. Callers
+    instead compute a key from the layout of their tensors.
 
     Args:
-        key: the kernel's name, and all that its specialization depends on: see `layout_of`.
-        device: left to itself, Triton takes the current one.
-        arguments: in the kernel's order, before all constants.
-        constants: by name.
-        options: Triton's own.
+        key: the kernel's name, and everything its specialization depends on (`layout_of`).
+        device: device to launch on; by itself, Triton uses the current one.
+        programs: number of programs.
+        arguments: the kernel's arguments before its constants, in order.
+        constants: the kernel's constants by name.
+        options: Triton's launch options.
     """
     grid = (programs, 1, 1)
     with torch.accelerator.device_index(device.index):
@@ -52,7 +53,7 @@ def launch(
             compiled[grid](*arguments, *values)
             return
         compiled = kernel[grid](*arguments, **constants, **options)
-    # None in the interpreter. Other backends look at more of a tensor, such as its storage's size.
+    # The interpreter returns None. Other backends specialize on more, such as a storage's size.
     if isinstance(compiled, CompiledKernel) and compile_target(device).backend == "cuda":
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
@@ -61,7 +62,7 @@ def launch(
 
 
 def layout_of(argument: Any) -> Any:
-    """What Triton specializes a kernel for, of a tensor, an integer, a float or None."""
+    """Returns what Triton specializes on, for a tensor, an integer, a float or None."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
@@ -70,17 +71,17 @@ def layout_of(argument: Any) -> Any:
 
 
 class CompileTarget(NamedTuple):
-    """What a kernel is compiled for."""
+    """The device that a kernel is compiled for."""
 
     device: str  # its name, such as "NVIDIA H200"
     architecture: str  # "sm_90", "gfx942", …; "xpu"; "interpreter"
     backend: str  # "cuda", "hip", "xpu" or "interpreter"
-    processors: int  # streaming multiprocessors, compute units
+    processors: int  # streaming multiprocessors or compute units
 
 
 @functools.cache
 def compile_target(device: torch.device) -> CompileTarget:
-    """Asks the device once, when something is first launched there."""
+    """Queries the device once, at its first launch."""
     if device.type == "cpu":
         return CompileTarget("interpreter", "interpreter", "interpreter", processors=4)
     if device.type == "xpu":
@@ -99,30 +100,30 @@ def compile_target(device: torch.device) -> CompileTarget:
 class SymmetricConfig:
     """Tiles of `symmetric.symmetric_product`."""
 
-    block: int  # rows and columns of a tile of the output, a power of two from 16 on
-    block_k: int  # how much of k is loaded at once, a power of two from 16 on
-    num_warps: int  # of a program
-    num_stages: int  # loads in flight (Triton's own meaning)
+    block: int  # rows and columns of an output tile, a power of two ≥ 16
+    block_k: int  # part of k to load at once, a power of two ≥ 16
+    num_warps: int  # per program
+    num_stages: int  # loads in flight, as in Triton
     group: int = 8  # columns of tiles computed together, for reuse in L2
-    width: int = 1  # tiles side by side that a program computes, 1 or 2: they share the rows of A
-    # Load tiles of A and B in bulk, by the engine for it that sm_90 and later have, where both can
-    # be described (`symmetric._can_be_described`). A launch takes the host longer.
+    width: int = 1  # tiles side by side per program, 1 or 2, which share the rows of A
+    # True to load tiles of A and B with the tensor memory accelerator of sm_90 and later, if
+    # `symmetric._can_be_described`. Launches then cost the host more time.
     descriptors: bool = False
 
     def programs(self, s: int) -> int:
-        """How many programs compute one (s, s) matrix: its tiles on and above the diagonal."""
+        """Number of programs for one (s, s) matrix: its tiles on and above the diagonal."""
         side = -(-s // (self.width * self.block))
         return self.width * side * (side + 1) // 2
 
 
 class Rule(NamedTuple):
-    """A configuration of the heuristic, for where its conditions hold."""
+    """A configuration of the heuristic, and its conditions."""
 
     config: SymmetricConfig
-    aligned: bool = False  # only where all operands can be loaded in vectors
-    even: bool = False  # only where the last tiles are whole: masks take registers
+    aligned: bool = False  # only if all operands can be loaded in vectors
+    even: bool = False  # only if the last tiles are whole: masks need registers
     min_s: int = 0
-    min_programs_per_processor: float = 0  # those of all matrices of the batch counted
+    min_programs_per_processor: float = 0  # counting all matrices of the batch
 
     def holds(self, s: int, batch: int, aligned: bool, target: CompileTarget) -> bool:
         programs = batch * self.config.programs(s)
@@ -131,16 +132,15 @@ class Rule(NamedTuple):
         return s >= self.min_s and enough and fits
 
 
-# The fastest configurations found on a device, by (dtype, s, k, batch): benchmarks/tune.py prints
-# what to put here.
+# The fastest configurations on a device, by (dtype, s, k, batch), as printed by benchmarks/tune.py.
 MEASURED: dict[str, dict[tuple[str, int, int, int], SymmetricConfig]] = {}
 
 # For devices without measurements: the rules of an architecture, or else of a backend, in order.
-# Those of even tiles on sm_90 were measured on an H200, where two programs fit a processor, and one
-# multiplies while the other stores. Others follow from compiling: the largest tiles that keep all
-# operands in registers and shared memory without spilling (tests/test_triton_compile.py). Entries
-# that cannot be loaded in vectors pass through registers, hence smaller tiles for what is not
-# aligned. fp32 is multiplied in full precision, without matrix instructions on NVIDIA.
+# The rule for even tiles on sm_90 was measured on an H200, where two programs fit a processor: one
+# multiplies while the other stores. The other rules come from compiling: the largest tiles that fit
+# registers and shared memory without spilling (tests/test_triton_compile.py). Operands that cannot
+# be loaded in vectors pass through registers, so unaligned ones have smaller tiles. fp32 is
+# multiplied in full precision, without matrix instructions on NVIDIA.
 _INTERPRETER = (
     Rule(SymmetricConfig(128, 128, 4, 1), min_s=65),
     Rule(SymmetricConfig(64, 64, 4, 1), min_s=17),
@@ -164,7 +164,7 @@ _SM_FP32 = (Rule(SymmetricConfig(64, 32, 8, 3)),)
 _GFX9_FP32 = (Rule(SymmetricConfig(64, 32, 4, 2)),)
 _OTHERS_FP32 = (Rule(SymmetricConfig(64, 32, 8, 2)),)
 
-# By architecture or backend, and by how many bytes the dtype has.
+# By architecture or backend, and by the dtype's size in bytes.
 RULES: dict[str, dict[int, Sequence[Rule]]] = {
     "interpreter": {2: _INTERPRETER, 4: _INTERPRETER},
     **{key: {2: _SM_80, 4: _SM_FP32} for key in ("sm_80", "sm_86", "sm_89")},
@@ -179,22 +179,21 @@ RULES: dict[str, dict[int, Sequence[Rule]]] = {
 def choose(
     dtype: torch.dtype, s: int, k: int, batch: int, aligned: bool, target: CompileTarget
 ) -> SymmetricConfig:
-    """The configuration measured nearest to these sizes on that device, else the first rule's that
-    holds.
+    """Returns the configuration measured for the nearest sizes, else that of the first rule.
 
-    Only operands that can be loaded in vectors were measured; for others the rules decide. Large
-    tiles reuse more of what they load, but there must be enough of them for all processors, and s
-    must fill them. No rule asks for k, which says how long a tile takes, whatever its size.
+    Only aligned operands, which can be loaded in vectors, were measured; for others the rules
+    decide. Large tiles reuse more of what they load, but there must be enough of them for all
+    processors, and s must fill them. No rule depends on k, which scales the time of all tiles.
     """
     name = str(dtype).rpartition(".")[2]
-    # Tiles of fp16 and bf16 cost the same: either stands in for the other.
+    # Tiles of fp16 and bf16 cost the same, so measurements of either apply to both.
     names = ("float16", "bfloat16") if dtype.itemsize == 2 else (name,)
     measured = MEASURED.get(target.device, {}) if aligned else {}
 
     def distance(key: tuple[str, int, int, int]) -> tuple[float, bool]:
-        """How far the measured sizes are from these, in octaves, added up."""
+        """The sum of the distances to the measured sizes, in octaves; then prefers the dtype."""
         pairs = zip(key[1:], (s, k, batch))
-        return sum(abs(math.log2(size / max(1, own))) for size, own in pairs), key[0] != name
+        return sum(abs(math.log2(known / max(1, size))) for known, size in pairs), key[0] != name
 
     nearest = min((key for key in measured if key[0] in names), key=distance, default=None)
     if nearest is None:
@@ -205,11 +204,11 @@ def choose(
 def choose_by_rule(
     dtype: torch.dtype, s: int, batch: int, aligned: bool, target: CompileTarget
 ) -> SymmetricConfig:
-    """The configuration of the first rule that holds, see `choose`."""
+    """Returns the configuration of the first rule that holds (see `choose`)."""
     rules = rules_of(dtype, target.architecture, target.backend)
     return next(rule.config for rule in rules if rule.holds(s, batch, aligned, target))
 
 
 def rules_of(dtype: torch.dtype, architecture: str, backend: str) -> Sequence[Rule]:
-    """The heuristic's rules for the architecture; where there are none, for the backend."""
+    """Returns the rules for the architecture, or for the backend if there are none."""
     return RULES[architecture if architecture in RULES else backend][dtype.itemsize]

@@ -1,7 +1,6 @@
-"""Takes the largest attention logit of every query head in one launch, without the score matrix.
+"""Finds the largest attention logit of every query head in one launch, without the score matrix.
 
-What is computed is decided in `extras.qk_logits.maxima`, whose blocks of torch's products do the
-same elsewhere.
+`extras.qk_logits.maxima` defines what is computed, and does the same with torch's products.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from .launching import SymmetricConfig
 from .symmetric import INTERPRETED, multiply
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-KEYS = 64  # of a tile, at most: with as many as queries, registers would spill
-WHOLE_WIDTH = 128  # of heads whose queries are loaded once, in 16 bits
+KEYS = 64  # most keys of a tile: with as many as queries, registers would spill
+WHOLE_WIDTH = 128  # most columns of heads whose 16-bit queries are loaded only once
 
 
 def raise_maxima(
@@ -37,17 +36,17 @@ def raise_maxima(
     causal: bool,
     largest_excluded: Optional[float],
 ) -> Tensor:
-    """Raises ``out`` to the largest ``scale · (q·k + q_rope·k_rope)`` of each head's pairs.
+    """Raises ``out`` to the largest ``scale · (q·k + q_rope·k_rope)`` of each head.
 
-    Products of 16-bit inputs are exact, those of fp32 are not cut to TF32; sums are in fp32. NaN in
-    the logit of a pair that counts gives NaN, and the logits of other pairs do not matter. The
-    result does not depend on the order in which programs end.
+    Products of 16-bit inputs are exact, those of fp32 inputs are not reduced to TF32, and sums are
+    in fp32. Only pairs of a query and a key that attend count; NaN in the logit of such a pair
+    gives NaN. The result does not depend on the order of programs.
 
     Args:
-        query_ids, key_ids: integers; pairs of equal ones count.
-        attn_mask: bool, or numbers more than ``largest_excluded`` where a pair counts.
-        scale: positive.
-        causal: query i uses keys j ≤ i only.
+        query_ids, key_ids: integers; pairs with equal ids count.
+        attn_mask: bool, or numbers, which exceed ``largest_excluded`` for pairs that count.
+        scale: a positive factor.
+        causal: True if query i attends only to keys j ≤ i.
 
     Returns:
         ``out``.
@@ -62,7 +61,7 @@ def raise_maxima(
         attn_mask = attn_mask.view(torch.uint8)
     is_whole = D <= WHOLE_WIDTH and q.dtype.itemsize == 2 and q_rope is None
     block_width = max(16, triton.next_power_of_2(D)) if is_whole else config.block_k
-    # Left to itself, Triton launches on the current device.
+    # By itself, Triton launches on the current device.
     with torch.accelerator.device_index(q.device.index):
         _maxima_kernel[(B * Hq * -(-Tq // config.block),)](
             *(out.view(torch.int32), q, k, q_rope, k_rope, query_ids, key_ids, attn_mask),
@@ -83,9 +82,9 @@ def raise_maxima(
 
 
 def takes(*inputs: Optional[Tensor]) -> bool:
-    """Whether `raise_maxima` takes inputs, q to attn_mask, of these dtypes and strides.
+    """Returns True if `raise_maxima` supports the dtypes and strides of its inputs.
 
-    Offsets within a tile, of 128 positions or columns at most, have 32 bits.
+    Offsets within a tile, of at most 128 positions or columns, have 32 bits.
     """
     tensors, mask = [tensor for tensor in inputs if tensor is not None], inputs[-1]
     has_dtypes = tensors[0].dtype in DTYPES and (
@@ -95,30 +94,29 @@ def takes(*inputs: Optional[Tensor]) -> bool:
 
 
 def with_two_tiles(config: SymmetricConfig, dtype: torch.dtype) -> SymmetricConfig:
-    """The heuristic's configuration of symmetric products for a kernel that holds one tile more, of
-    maxima, in registers."""
+    """Adapts a configuration to a kernel with one more tile, of maxima, in registers."""
     block_k = min(config.block_k, 16 if dtype == torch.float32 else 64)
     return dataclasses.replace(config, num_warps=8, block_k=block_k)
 
 
 def _steps(tensor: Optional[Tensor]) -> Optional[tuple[int, ...]]:
-    """Strides, 0 where a dimension of 1 stands for any size."""
+    """Returns strides, with 0 for dimensions of size 1, which broadcast."""
     if tensor is None:
         return None
     return tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride()))
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    """Whether Triton, which looks for multiples of 16, can load vectors rather than entries."""
+    """Returns True if Triton, which looks for multiples of 16, can load vectors."""
     *strides, within_row = operand.stride()
     multiples = all(size % 16 == 0 for size in (operand.shape[-1], operand.data_ptr(), *strides))
     return within_row == 1 and multiples
 
 
-# Whether these are 1, or divisible by 16, is not worth another compilation.
+# Specializing on 1 or multiples of 16 is not worth more compilations for these arguments.
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "out_stride"])
 def _maxima_kernel(
-    out,  # (heads,), fp32's bits as integers
+    out,  # (heads,), the bits of fp32 as integers
     q,
     k,
     q_rope,
@@ -128,8 +126,8 @@ def _maxima_kernel(
     mask,
     scale,
     largest_excluded,
-    heads,  # of queries
-    group,  # of them for each head of keys
+    heads,  # query heads
+    group,  # query heads per key head
     queries,
     keys,
     width,
@@ -145,12 +143,12 @@ def _maxima_kernel(
     CAUSAL: tl.constexpr,
     WHOLE: tl.constexpr,  # the width is at most BLOCK_WIDTH
     INTERPRETED: tl.constexpr,
-    BLOCK: tl.constexpr,  # queries of a tile
-    KEYS: tl.constexpr,  # of a tile; BLOCK is a multiple
+    BLOCK: tl.constexpr,  # queries per tile, a multiple of KEYS
+    KEYS: tl.constexpr,  # keys per tile
     BLOCK_WIDTH: tl.constexpr,
 ):
-    # A program has a tile of the queries of a head. The last tiles, which causal attention gives
-    # the most keys, come first.
+    # A program handles one tile of a head's queries. The last tiles, which have the most keys in
+    # causal attention, come first.
     tiles = tl.cdiv(queries, BLOCK)
     number = tl.program_id(0)
     first = (tiles - 1 - number % tiles) * BLOCK
@@ -158,8 +156,8 @@ def _maxima_kernel(
     batch = (number // tiles // heads).to(tl.int64)
     key_head = head // group
 
-    # Beyond the end, the last query stands again, and the last key: no maximum changes. Bases have
-    # 64 bits; offsets within a tile have 32.
+    # Beyond the end, the last query and the last key are repeated, which changes no maximum. Bases
+    # have 64 bits; offsets within a tile have 32.
     rows = tl.minimum(tl.arange(0, BLOCK), queries - 1 - first)
     skipped = first.to(tl.int64)
     q += batch * q_steps[0] + head * q_steps[1] + skipped * q_steps[2]
@@ -178,7 +176,7 @@ def _maxima_kernel(
     if mask is not None:
         mask += batch * mask_steps[0] + head * mask_steps[1] + skipped * mask_steps[2]
 
-    # Keys that causal attention gives to all queries of the tile, then those that it gives to some.
+    # First the keys that all queries of the tile attend to, then those that some attend to.
     best = tl.full((BLOCK, KEYS), float("-inf"), tl.float32)
     middle = keys
     if CAUSAL:
@@ -219,15 +217,15 @@ def _maxima_kernel(
                 scores = tl.where(unused, float("-inf"), scores)
             best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
 
-    # Bits of floats as signed integers order like them where the sign is plus, else the other way;
-    # NaN without a sign is above Inf.
+    # As signed integers, the bits of positive floats have the same order as the floats, those of
+    # negative floats the reverse order. NaN without a sign is above Inf.
     bits = best.to(tl.int32, bitcast=True)
     ordered = tl.where(best == best, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     largest = tl.max(ordered)
     largest = (largest ^ ((largest >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) * scale
     bits = tl.where(largest == largest, largest.to(tl.int32, bitcast=True), 0x7FFFFFFF)
-    # Bits of what has a minus are above all others as unsigned integers, the smallest lowest.
-    # NaN stays, whatever its sign.
+    # As unsigned integers, the bits of negative floats are above all others, in reverse order. NaN
+    # of either sign stays.
     out += head * out_stride
     held = tl.load(out).to(tl.float32, bitcast=True)
     tl.atomic_max(out, bits, mask=(bits >= 0) & (held == held))

@@ -1,8 +1,8 @@
-"""Multiplies by tiles where the product is symmetric: computes one half and mirrors it.
+"""Computes one half of a symmetric product, in tiles, and mirrors it.
 
-The products XXᵀ, bA + cA² and αAB + βC (of A, B, C that commute) are symmetric by algebra, yet a
-general product rounds (i, j) and (j, i) differently where it sums in another order. Here each pair
-is one number stored twice, so what is symmetric stays so to the last bit.
+The products XXᵀ, bA + cA² and αAB + βC (if A, B and C commute) are symmetric in exact arithmetic,
+but a general product may round entries (i, j) and (j, i) differently. Here they are one number,
+stored twice, so results are symmetric bit for bit.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def symmetric_product(
     out: Tensor,  # (n, s, s)
     config: Optional[SymmetricConfig] = None,
 ) -> Tensor:
-    """``out = alpha · A @ B + beta · C`` of every matrix, where that is symmetric.
+    """Computes ``out = alpha · A @ B + beta · C`` for every matrix, if the result is symmetric.
 
-    Only the entries on and above the diagonal are computed; each is stored in its mirror's place
-    too, so the result is exactly symmetric. Nothing is checked, neither that the sum is symmetric
-    nor that operands fit. Products and sums are in fp32 (fp32 input is not cut to TF32), with one
-    rounding to the dtype of ``out``. Nothing is allocated, and the host waits for nothing.
+    Entries on and above the diagonal are computed and also stored in their mirror's place. Nothing
+    is checked: neither the symmetry of the result nor shapes. Products and sums are in fp32 (fp32
+    input is not reduced to TF32), rounded once to the dtype of ``out``. The call allocates nothing
+    and does not synchronize.
 
     Args:
-        A, B: fp16, bf16 or fp32, of one dtype, with any strides; they may be one tensor.
-        C: fp16, bf16 or fp32, any strides. Not read where beta is 0; what lies below its diagonal
-            is never used. May be A or B; may be ``out`` itself, since a tile reads only the entries
-            of it that it writes, and none that another tile's mirror image is written to.
-        out: fp16, bf16 or fp32, whatever the inputs have; any strides. Programs write it while
-            others read: it shares no memory with A or B, nor with a C that is not ``out`` itself.
+        A, B: fp16, bf16 or fp32, both of the same dtype, with any strides; may be the same tensor.
+        C: fp16, bf16 or fp32, any strides. Not read if beta is 0; entries below its diagonal are
+            never used. May be A or B. May be ``out`` itself, since a tile reads only those entries
+            of C that it writes, and no other tile writes its mirror image there.
+        out: fp16, bf16 or fp32, any strides. Must not share memory with A or B, nor with C unless
+            it is C, because some programs write while others read.
         config: tiles to use; None looks them up (`launching.choose`).
 
     Returns:
@@ -72,10 +72,9 @@ def symmetric_product(
         *(left, right, C, out, float(alpha), float(beta), per_matrix, s, k),
         *(A.stride(), B.stride(), C.stride(), out.stride()),
     )
-    # One program for each tile, not for a share of the tiles: where collectives hold some
-    # processors, the other processors then take all tiles in turn. Without fusion, or what a tile
-    # adds to its products is rounded otherwise by one compiler and layout than by another. The
-    # products are not affected.
+    # One program per tile, not per share of the tiles: while collectives occupy some processors,
+    # the others can run all tiles. Fusion is off, as it would round the sums that follow the
+    # products differently depending on compiler and layout; it does not affect the products.
     launching.launch(
         *(_symmetric_kernel, key, out.device, matrices * per_matrix, arguments, constants),
         num_warps=config.num_warps,
@@ -97,7 +96,7 @@ def _prepare(
     out: Tensor,
     config: Optional[SymmetricConfig],
 ) -> tuple[SymmetricConfig, dict[str, Any]]:
-    """The tiles for operands of that layout, and the constants of the launch."""
+    """Returns the tiles for operands of that layout, and the constants of the launch."""
     matrices, s, k = A.shape
     operands = [A, B, out, C] if has_C else [A, B, out]
     if config is None:
@@ -120,15 +119,16 @@ def _prepare(
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    """Whether Triton, which looks for multiples of 16, can load vectors rather than entries."""
+    """Returns True if Triton, which looks for multiples of 16, can load vectors."""
     strides = operand.stride()
     multiples = all(stride == 1 or stride % 16 == 0 for stride in strides)
     return operand.data_ptr() % 16 == 0 and 1 in strides[1:] and multiples
 
 
 def _can_be_described(operand: Tensor) -> bool:
-    """Whether a descriptor can say where the tiles of all matrices lie: rows, or columns, have
-    unit stride and follow each other, matrices too, all at multiples of 16 bytes.
+    """Returns True if a descriptor can address the tiles of all matrices.
+
+    Rows, or columns, need unit stride, and everything must begin at multiples of 16 bytes.
     """
     rows = operand if operand.stride(2) == 1 else operand.mT
     matrices, count, length = rows.shape
@@ -142,30 +142,30 @@ def _can_be_described(operand: Tensor) -> bool:
 
 
 def _descriptor(operand: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """What loads tiles (rows, cols) in bulk; those of a transposed operand come transposed.
+    """Returns a descriptor that loads tiles (rows, cols), transposed if the operand is.
 
-    The host makes it: one that a kernel makes takes memory from an allocator of the whole process.
+    The host makes the descriptor: in a kernel it would need memory from a process-wide allocator.
     """
     shape, tile = list(operand.shape), [1, rows, cols]
     per_matrix, *steps = operand.stride()
     if steps[1] != 1:
         shape[1:], tile[1:], steps = shape[:0:-1], tile[:0:-1], steps[::-1]
-    if shape[0] == 1:  # where it may be any
+    if shape[0] == 1:  # the stride may be anything
         per_matrix = shape[1] * steps[0]
     return TensorDescriptor(operand, shape, [per_matrix, *steps], tile)
 
 
 def _extent(matrix: Tensor) -> int:
-    """How many elements there are from the first to the last, gaps included."""
+    """Returns the number of elements from the first to the last, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride()))
 
 
-# Whether these are 1, or divisible by 16, is not worth another compilation.
+# Specializing on 1 or multiples of 16 is not worth more compilations for these arguments.
 @triton.jit(do_not_specialize=["per_matrix"])
 def _symmetric_kernel(
-    a_ptr,  # (matrices, s, k), where DESCRIPTORS a descriptor
-    b_ptr,  # (matrices, k, s), likewise
-    c_ptr,  # (matrices, s, s), read where HAS_C
+    a_ptr,  # (matrices, s, k), a descriptor if DESCRIPTORS
+    b_ptr,  # (matrices, k, s), a descriptor if DESCRIPTORS
+    c_ptr,  # (matrices, s, s), read if HAS_C
     out_ptr,  # (matrices, s, s)
     alpha,
     beta,
@@ -178,7 +178,7 @@ def _symmetric_kernel(
     out_strides,
     HAS_C: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    A_TRANSPOSED: tl.constexpr,  # columns are contiguous; read where DESCRIPTORS
+    A_TRANSPOSED: tl.constexpr,  # columns are contiguous; read if DESCRIPTORS
     B_TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,  # tiles end where the matrices do: no masks
     LONG_OFFSETS: tl.constexpr,  # 64-bit offsets within a matrix
@@ -188,8 +188,8 @@ def _symmetric_kernel(
     WIDTH: tl.constexpr,  # tiles side by side: 1 or 2
     GROUP: tl.constexpr,
 ):
-    # Of WIDTH × WIDTH tiles, this program has one row. Where they lie on the diagonal, a row's tile
-    # under it is computed for nothing.
+    # This program computes one row of WIDTH × WIDTH tiles. On the diagonal, a row's tile below the
+    # diagonal is wasted work.
     side = tl.cdiv(s, WIDTH * BLOCK)
     number = tl.program_id(0).to(tl.int64)
     matrix = number // per_matrix
@@ -209,7 +209,7 @@ def _symmetric_kernel(
         at = matrix.to(tl.int32)
         first_row = (row * BLOCK).to(tl.int32)
         first_col = (col * BLOCK).to(tl.int32)
-        for start in range(0, k, BLOCK_K):  # what lies outside is 0
+        for start in range(0, k, BLOCK_K):  # entries outside are 0
             a = _load_tile(a_ptr, at, first_row, start, BLOCK, BLOCK_K, A_TRANSPOSED)
             b = _load_tile(b_ptr, at, start, first_col, BLOCK_K, WIDTH * BLOCK, B_TRANSPOSED)
             acc = multiply(a, b, acc, INTERPRETED)
@@ -217,7 +217,7 @@ def _symmetric_kernel(
         inner = tl.arange(0, BLOCK_K)
         if LONG_OFFSETS:
             inner = inner.to(tl.int64)
-        # Offsets stay as they are while the bases advance: half the registers of pointers.
+        # Offsets are fixed while the bases advance, which needs half the registers of pointers.
         a_base = a_ptr + matrix * a_strides[0]
         b_base = b_ptr + matrix * b_strides[0]
         a_offsets = rows[:, None] * a_strides[1] + inner[None, :] * a_strides[2]
@@ -247,14 +247,14 @@ def _symmetric_kernel(
             tile, end = halves[half], tl.where(row <= col + half, s, 0)
         tile *= alpha
         if HAS_C:
-            # Beta is not 0 here. That rows depend on it keeps registers from being spilled.
+            # Beta is not 0 here. Making rows depend on it avoids spilled registers.
             read_rows = tl.where(beta != 0.0, end, 0)
             c_offsets = rows[:, None] * c_strides[1] + cols[None, :] * c_strides[2]
             c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)
             tile += beta * tl.load(c_base + c_offsets, mask=c_mask, other=0.0).to(tl.float32)
 
-        # The tile, and its mirror image; a tile on the diagonal is its own. Without a branch, whose
-        # ends would hold the tile in registers twice.
+        # Store the tile and its mirror image; a tile on the diagonal is its own. A branch would
+        # hold the tile in registers twice.
         tile = _round_to_nearest(tile, out_ptr.dtype.element_ty, INTERPRETED)
         mirrored = tl.trans(tile)
         tile = tl.where(rows[:, None] <= cols[None, :], tile, mirrored)
@@ -276,7 +276,7 @@ def _load_tile(descriptor, matrix, row, col, ROWS, COLS, TRANSPOSED: tl.constexp
 
 @triton.jit
 def multiply(a, b, acc, INTERPRETED: tl.constexpr):
-    if INTERPRETED:  # which multiplies bf16 as if it were integers
+    if INTERPRETED:  # the interpreter multiplies bf16 as if it were integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -284,11 +284,11 @@ def multiply(a, b, acc, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _tile_at(number, side, GROUP):
-    """(row, column) of the tile with that number, of those on and above the diagonal.
+    """Returns (row, column) of a tile, numbered among those on and above the diagonal.
 
-    Columns come in bands of GROUP. A band of columns from c on follows c(c + 1)/2 tiles, whatever
-    GROUP is; it goes down row by row, so that tiles computed at the same time share rows of A and
-    the band's columns of B in L2, and ends with the triangle at the diagonal.
+    Columns come in bands of GROUP. A band that begins at column c follows c(c + 1)/2 tiles for any
+    GROUP. It goes down row by row, so that tiles computed at the same time share rows of A and the
+    band's columns of B in L2, and ends with the triangle at the diagonal.
     """
     row, col = _triangular(number)
     band = col // GROUP * GROUP
@@ -303,9 +303,9 @@ def _tile_at(number, side, GROUP):
 
 @triton.jit
 def _triangular(number):
-    """(row, column) with row ≤ column and column · (column + 1)/2 + row = number, in 64 bits."""
+    """Returns 64-bit (row, column), row ≤ column, with column · (column + 1)/2 + row = number."""
     col = tl.sqrt(2.0 * number.to(tl.float32)).to(tl.int64)
-    # The root lies in [column, column + 1.5], give or take its rounding.
+    # The root is in [column, column + 1.5], up to rounding.
     col -= tl.where(col * (col + 1) // 2 > number, 1, 0)
     col += tl.where((col + 1) * (col + 2) // 2 <= number, 1, 0)
     return number - col * (col + 1) // 2, col
@@ -313,7 +313,7 @@ def _triangular(number):
 
 @triton.jit
 def _round_to_nearest(value, dtype, INTERPRETED):
-    """Rounds to the nearest of ``dtype``, also where Triton's interpreter would cut bf16 off."""
+    """Rounds to nearest in ``dtype``; Triton's interpreter alone would truncate to bf16."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)

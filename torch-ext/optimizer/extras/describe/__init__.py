@@ -1,4 +1,4 @@
-"""`describe` tells a new user which parameters go where and why, known traps, and what to write."""
+"""`describe` shows which parameters go where and why, known traps, and the code to write."""
 
 from .remedy import Trap
 from .report import Description, describe

@@ -1,4 +1,4 @@
-"""Finds tensors of more than two dimensions, experts and convolutions, that AdamW gets."""
+"""Finds tensors with more than two dimensions, experts and convolutions, that AdamW gets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .learning_rate import is_transformer
 from .remedy import Remedy, Trap
 from .subject import Subject, names_of, numel
 
-# Convolutions are a trap if they are at least this share of what is trained, or more than Muon's
-# matrices, as in a CNN whose linear layers are large. Of fewer, such as the patch embedding of a
-# transformer or the stem before one, AdamW is right or does not matter.
+# Convolutions are a trap if they are at least this share of what is trained, or outnumber Muon's
+# matrices, as in a CNN with large linear layers. For fewer, such as a transformer's patch embedding
+# or stem, AdamW is right or does not matter.
 SHARE = 0.1
 
 
@@ -32,7 +32,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "experts",
             f"{counted(experts, 'tensor')} of stacked experts left to AdamW",
             tuple(experts),
-            "expert_keys tells that their first dimension counts matrices, each Muon's",
+            "with expert_keys, Muon trains each matrix along their first dimension",
             Remedy({"expert_keys": [*keys, *dict.fromkeys(experts.values())]}),
         )
     left = [d for d in subject.decisions if is_left_by_dimensions(d)]
@@ -47,7 +47,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             f"{counted(kernels, 'convolution')} left to AdamW: {numel(kernels) / total:.0%} of "
             "what is trained",
             names_of(kernels),
-            "as matrices (first dimension, all the rest) they can be Muon's; those with at most "
-            f"{MOST_CHANNELS} channels on a side, depthwise or of pixels, stay with AdamW",
+            "Muon can train them as matrices (first dimension, all the rest); those with at most "
+            f"{MOST_CHANNELS} input or output channels, depthwise or of pixels, stay with AdamW",
             Remedy({"convolutions": True}, take=names_of(kernels)),
         )

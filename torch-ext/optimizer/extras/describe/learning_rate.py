@@ -1,4 +1,4 @@
-"""Finds an update scale or a learning rate that does not suit the weights' shapes."""
+"""Finds a learning rate or an update scale that does not suit the shapes of the weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .subject import Subject, names_of
 
 _ATTENTION = re.compile(r"at+n|attention|qkv|q_proj|\bwq\b", re.IGNORECASE)
 
-# How much of its own size a weight moves per step; `describe` tells where the bounds come from.
+# How much of its own size a weight may move per step; `describe` explains these bounds.
 MOST = 0.16
 LEAST = {"original": 1e-3, "spectral": 1e-3, "none": 1e-3}
 LEAST_BY_RMS = 2e-6  # with "match_rms_adamw", or a number
 
 
 def find_transposed(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Weights stored (in, out) where the scale of updates depends on which side is which."""
+    """Weights stored (in, out), if the update scale depends on which side is which."""
     scale = subject.options.get("adjust_lr")
     if scale not in ("original", "spectral"):
         return
@@ -38,8 +38,8 @@ def find_transposed(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "transposed",
             f"{counted(transposed, 'weight')} {'are' if transposed[1:] else 'is'} stored (in, out)",
             names_of(transposed),
-            f'adjust_lr="{scale}" scales by sqrt(rows/cols), which is upside down for them; '
-            '"match_rms_adamw" is the same both ways',
+            f'adjust_lr="{scale}" scales by sqrt(rows/cols), which is inverted for them; '
+            '"match_rms_adamw" does not depend on the order',
             Remedy(options, wording='adjust_lr="match_rms_adamw"'),
         )
 
@@ -48,20 +48,20 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """A learning rate that moves weights too far or hardly at all."""
     lr, scale = subject.options.get("lr", 0.0), subject.options.get("adjust_lr", "match_rms_adamw")
     moved = _relative_update(subject, advice, scale)
-    # Where another scale is advised, so is a rate that fits it.
+    # Advice of another scale includes a rate that fits it.
     if moved is None or _fits(moved, scale) or "adjust_lr" in advice.options:
         return
     other = "match_rms_adamw" if scale in LEAST else "original"
     fits_other = _fits(_relative_update(subject, advice, other), other)
-    alternative = f', or adjust_lr="{other}", whose rates it is like' if fits_other else ""
+    alternative = f', or adjust_lr="{other}", which this rate suits' if fits_other else ""
     if moved > MOST:
         too = "large"
         most = lr * MOST / moved
         digit = 10.0 ** math.floor(math.log10(most))
         rounded_down = float(f"{digit * math.floor(most / digit):.1g}")
-        usual = f"rates up to about {number(rounded_down)} are meant here"
+        usual = f"use at most about {number(rounded_down)}"
     else:
-        too, usual = "small", f"rates around {number(usual_lr(scale))} are meant"
+        too, usual = "small", f"rates around {number(usual_lr(scale))} are usual"
     yield Trap(
         "lr",
         f"lr={number(lr)} is too {too} for adjust_lr={literal(scale)}",
@@ -72,28 +72,28 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 
 def rates_to_try(subject: Subject, advice: Remedy) -> str:
-    """Where to look for the best rate, measured on small models by benchmarks/training.py."""
+    """Where to look for the best rate, as measured on small models by benchmarks/training.py."""
     scale = advice.applied_to(subject.options).get("adjust_lr", "match_rms_adamw")
     muons = advice.muons(subject)
     if scale in LEAST or not muons:
         return ""
     factor = 1 if scale == "match_rms_adamw" else 0.2 / scale
-    times = "" if factor == 1 else f", times {factor:.2g}, as adjust_lr is {scale} instead of 0.2"
+    times = "" if factor == 1 else f", times {factor:.2g} because adjust_lr is {scale}, not 0.2"
     if is_transformer(muons):
         matrices = (
-            "4 to 8 times AdamW's tuned rate if AdamW had one for everything,\n"
-            "2 to 8 times its rate for matrices if it had two, as this is a transformer"
+            "4 to 8 times AdamW's tuned rate if AdamW used one rate for everything,\n"
+            "2 to 8 times its rate for matrices if it used two (this is a transformer)"
         )
     else:
-        matrices = "AdamW's tuned rate and half of it, as this is no transformer"
+        matrices = "AdamW's tuned rate and half of it (this is not a transformer)"
     return (
-        f"Rates to try: lr, for the matrices, {matrices}{times};\n"
-        "adamw_lr, for the rest, 1 to 4 times that lr. Without adamw_lr, lr drives both."
+        f"Rates to try: lr, for matrices: {matrices}{times};\n"
+        "adamw_lr, for the rest: 1 to 4 times that lr. Without adamw_lr, lr is used for both."
     )
 
 
 def is_transformer(muons: Iterable[Decision]) -> bool:
-    """Whether some of Muon's matrices are called as those of attention are."""
+    """True if some of Muon's matrices have names of attention."""
     return any(_ATTENTION.search(decision.name) for decision in muons)
 
 
@@ -102,11 +102,10 @@ def _fits(moved: Optional[float], scale: Union[str, float]) -> bool:
 
 
 def _relative_update(subject: Subject, advice: Remedy, scale: Union[str, float]) -> Optional[float]:
-    """The size of an update over that of the weights, the mean over all elements of Muon's.
+    """Size of an update relative to the weights, averaged over all elements of Muon's matrices.
 
-    lr · scale · RMS(orthogonal) / RMS(weight), the latter as torch's layers initialize it. None
-    where there are no matrices, or no rate: the value of a tensor stays unread, and zero is a
-    schedule's first.
+    lr · scale · RMS(orthogonal) / RMS(weight), with weights as torch's layers initialize them. None
+    if there are no matrices or no rate: tensors are not read, and zero is the start of a schedule.
     """
     lr = subject.options.get("lr")
     if not isinstance(lr, (int, float)) or lr <= 0:
@@ -115,7 +114,7 @@ def _relative_update(subject: Subject, advice: Remedy, scale: Union[str, float])
     for decision in advice.muons(subject):
         try:
             matrices = subject.read(decision)
-        except ValueError:  # a trap of its own
+        except ValueError:  # a separate trap
             continue
         for block in matrices.blocks:
             rows, cols = block.rows, block.cols

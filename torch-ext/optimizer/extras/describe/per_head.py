@@ -1,4 +1,4 @@
-"""Tells what ``per_head=True`` would part, and what that costs."""
+"""Shows what ``per_head=True`` would split, and what that costs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ...rules.assignment import AUTO
 from ...rules.fused import heads_in
 from .subject import Subject
 
-_SHAPES = 3  # that are listed
+_SHAPES = 3  # listed at most
 
 
 def offer(subject: Subject) -> str:
-    """What ``per_head`` does, or would do; empty if the model has no heads to part.
+    """What ``per_head`` does or would do, as text; empty if the model has no heads to split.
 
-    FLOPs are those of the textbook iteration, in proportion s²·(2l + s) for sides s ≤ l.
+    FLOPs are those of the standard iteration, proportional to s²·(2l + s) for sides s ≤ l.
     """
     if whole := subject.assignment.whole:
         return (
-            f"Heads: no size is told that fits {counted(whole, 'projection')}, {whole[0]} first:\n"
-            "they stay as without per_head. head_dim on the attention's module, or split, tells it."
+            f"Heads: no known head size fits {counted(whole, 'projection')}, first {whole[0]}:\n"
+            "per_head leaves them as they are. Set head_dim on the attention module, or use split."
         )
     given = subject.options.get("split")
     if not (given == AUTO or isinstance(given, Mapping)):

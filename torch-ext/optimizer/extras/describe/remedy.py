@@ -1,4 +1,4 @@
-"""Writes remedies of traps as code: beside each trap, and together as a script."""
+"""Writes the remedies of traps as code: next to each trap, and together as a script."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .subject import Subject
 
 WIDTH = 88
 _LR = {"match_rms_adamw": 1e-3, "original": 0.02, "spectral": 0.01, "none": 0.02}
-ADAMW_LR = 3e-4  # where Muon's is on a scale of its own
+ADAMW_LR = 3e-4  # if Muon's rate is on another scale
 WORLD = "torch.distributed.group.WORLD"
 
 
 def usual_lr(scale: Union[str, float]) -> float:
-    """A rate that suits an ``adjust_lr``; a number stands for `match_rms_adamw`'s 0.2."""
+    """A rate that suits an ``adjust_lr``; a number is relative to ``match_rms_adamw``'s 0.2."""
     if isinstance(scale, str):
         return _LR[scale]
     return float(f"{_LR['match_rms_adamw'] * 0.2 / scale:.2g}")
@@ -34,17 +34,16 @@ def usual_lr(scale: Union[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Changes of what the caller wrote, for one trap, or for several in order: the advice.
+    """Changes to the caller's code, for one trap, or merged for several (the advice).
 
     Args:
-        options: arguments of `Muon.for_model`, in place of the caller's; None takes the default.
-        leave: names of parameters that are AdamW's after all.
-        take: names of convolutions that are Muon's.
-        only_matrices: leaves vectors to AdamW, which ``is_muon_func`` takes.
+        options: arguments of `Muon.for_model` that replace the caller's; None means the default.
+        leave: names of parameters to leave to AdamW.
+        take: names of convolutions to give to Muon.
+        only_matrices: True leaves to AdamW the vectors that ``is_muon_func`` gave to Muon.
         header: comments above the script.
         comments: comments above the optimizer.
-        wording: the text beside the trap, where it is more than the options: ``{}`` stands for
-            these.
+        wording: the text next to the trap, if it is more than the options; ``{}`` stands for these.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +55,7 @@ class Remedy:
     wording: str = ""
 
     def then(self, other: Remedy) -> Remedy:
-        """Both remedies in one; if both set an option, the value of ``other`` counts."""
+        """Merges two remedies; if both set an option, the value in ``other`` counts."""
         return Remedy(
             options={**self.options, **other.options},
             leave=self.leave + other.leave,
@@ -67,17 +66,17 @@ class Remedy:
         )
 
     def applied_to(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The caller's options, changed by the remedy."""
+        """The caller's options with the remedy's changes."""
         merged = {**options, **self.options}
         return {k: v for k, v in merged.items() if v is not None or k not in self.options}
 
     @property
     def needs_a_rule(self) -> bool:
-        """Whether the groups need a function ``is_muon``, beside other arguments."""
+        """True if the groups need a function ``is_muon``."""
         return bool(self.leave or self.only_matrices)
 
     def muons(self, subject: Subject) -> list[Decision]:
-        """The parameters that are Muon's once the advice is taken."""
+        """The parameters that Muon trains once the advice is followed."""
         expert_keys = self.options.get("expert_keys")
         return [
             d
@@ -94,15 +93,15 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Trap:
-    """Something that goes wrong, or only is good to know.
+    """Something to fix, or to know.
 
     Args:
-        kind: one word for programs.
-        what: what there is.
-        parameters: names of those it is about.
-        why: why that matters.
-        remedy: what mends it, as data.
-        write: the code that mends it, in short; empty where nothing is to be done.
+        kind: one word, for programs.
+        what: what was found.
+        parameters: names of the parameters concerned.
+        why: why it matters.
+        remedy: how to fix it, as data.
+        write: how to fix it, as code, abridged; empty if there is nothing to fix.
     """
 
     kind: str
@@ -126,7 +125,7 @@ def _beside(remedy: Remedy) -> str:
     return remedy.wording.replace("{}", arguments)
 
 
-# Arguments of `Muon.for_model` beside those of `Muon`, and their defaults.
+# Arguments of `Muon.for_model` that `Muon` lacks, and their defaults.
 FOR_MODEL = {
     **{"expert_keys": AUTO, "split": AUTO, "adamw_keys": None, "adamw_lr": None},
     **{"decay_vectors": True, "convolutions": False, "per_head": False},
@@ -134,7 +133,7 @@ FOR_MODEL = {
 
 
 def script(subject: Subject, advice: Remedy) -> str:
-    """Code that runs where ``model`` and ``optimizer`` are at hand."""
+    """Code that runs where the names ``model`` and ``optimizer`` exist."""
     lines, arguments = list(advice.header), ["model"]
     options = advised_options(subject, advice)
     lines += [*_is_muon(subject, advice), ""] if advice.needs_a_rule else []
@@ -151,7 +150,7 @@ def script(subject: Subject, advice: Remedy) -> str:
 
 
 def advised_options(subject: Subject, advice: Remedy) -> dict[str, Any]:
-    """Keyword arguments of `Muon.for_model`, beside the model and ``is_muon_func``."""
+    """Keyword arguments of `Muon.for_model`, except the model and ``is_muon_func``."""
     options = advice.applied_to(subject.options)
     options = {k: v for k, v in options.items() if k not in FOR_MODEL or v != FOR_MODEL[k]}
     scale = options.get("adjust_lr", "match_rms_adamw")
@@ -163,9 +162,9 @@ def advised_options(subject: Subject, advice: Remedy) -> dict[str, Any]:
 
 
 def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
-    """A function that is the caller's, or the default, but for what the advice is about."""
+    """Lines of a function that changes the caller's or the default one as advised."""
     function, leave, keep = subject.is_muon_func, list(advice.leave), []
-    if function is default_is_muon:  # it goes by names: what modules have decided is listed
+    if function is default_is_muon:  # it knows only names: list what modules decided
         leave += [d.name for d in subject.by_algorithm("AdamW") if d.reason.startswith("head")]
         keep = [
             d.name for d in subject.by_algorithm("Muon") if d.reason.startswith("matrix, no head")
@@ -198,7 +197,7 @@ def _name_of(function: Any, taken: str = "") -> str:
 
 
 def _call(result: str, function: str, arguments: Sequence[str]) -> list[str]:
-    """``result = function(argument, …)``, one line, or one for each argument."""
+    """``result = function(argument, …)``, on one line or with a line for each argument."""
     line = f"{result} = {function}({', '.join(arguments)})"
     if len(line) <= WIDTH and "\n" not in line:
         return [line]
@@ -207,7 +206,7 @@ def _call(result: str, function: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _arguments(values: Mapping[str, Any]) -> list[str]:
-    """Each ``key=value`` as it fits a line of its own in a call."""
+    """Each ``key=value``, formatted to fit its own line in a call."""
     return [_argument(key, value, WIDTH - len(key) - 6) for key, value in values.items()]
 
 
@@ -217,11 +216,11 @@ def _argument(key: str, value: Any, width: int = WIDTH) -> str:
         return f"{key}={literal(value, width)}"
     if dtensors.world_size() > 1 and value is torch.distributed.group.WORLD:
         return f"{key}={WORLD}"
-    return f"{key}={key}"  # what has no spelling: the caller's own variable
+    return f"{key}={key}"  # it has no literal: assume a variable of that name
 
 
 def literal(value: Any, width: int = WIDTH) -> str:
-    """A value as code: on one line, or with a line for each item where that is too long."""
+    """A value as code: on one line, or if that is too long, with a line for each item."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
@@ -241,7 +240,7 @@ def literal(value: Any, width: int = WIDTH) -> str:
 
 
 def number(value: float) -> str:
-    """1e-3 rather than 0.001, 0.02 rather than 2e-2."""
+    """Formats a number: 1e-3 rather than 0.001, but 0.02 rather than 2e-2."""
     mantissa, exponent = f"{value:e}".split("e")
     short = f"{float(mantissa):g}e{int(exponent)}"
     is_same = value and abs(value) < 0.0099 and float(short) == value

@@ -24,24 +24,24 @@ from .remedy import Trap, script
 from .subject import Subject
 from .traps import find_notes, find_warnings
 
-_NOTES = 3  # of a kind that are printed
+_NOTES = 3  # printed for each kind
 ALGORITHMS = ("Muon", "AdamW", "frozen")
 
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found; ``print`` shows it on one screen.
+    """The result of `describe`; ``print`` shows it on one screen.
 
     Args:
-        rows: one for each parameter: ``name``, ``shape`` (of the whole tensor, however it is
-            sharded), ``dtype``, ``placement``, ``numel``, ``algorithm`` (``"Muon"``, ``"AdamW"`` or
+        rows: one for each parameter: ``name``, ``shape`` (of the whole tensor, even if sharded),
+            ``dtype``, ``placement``, ``numel``, ``algorithm`` (``"Muon"``, ``"AdamW"`` or
             ``"frozen"``) and ``reason``.
-        warnings: what is to be mended; `code` does.
-        notes: what is as it should be, but good to know.
-        code: what to write. It runs where ``model`` and ``optimizer``, this package, are at hand.
-        model: what the model is called.
-        rates: which learning rates to try, in words; empty where nothing is known.
-        heads: what ``per_head=True`` does, in words; empty where there are no heads to part.
+        warnings: what to fix; ``code`` does.
+        notes: what is fine, but good to know.
+        code: what to write. It needs the names ``model`` and ``optimizer`` (this package).
+        model: name of the model's class.
+        rates: learning rates to try, as text; empty if nothing is known.
+        heads: what ``per_head=True`` does, as text; empty if the model has no heads to split.
     """
 
     rows: list[dict[str, Any]]
@@ -54,7 +54,7 @@ class Description:
 
     @property
     def totals(self) -> dict[str, dict[str, Any]]:
-        """By algorithm, ``tensors``, ``numel``, and the ``share`` of all elements."""
+        """By algorithm: ``tensors``, ``numel``, and ``share`` of all elements."""
         total = max(1, sum(row["numel"] for row in self.rows))
         totals = {}
         for algorithm in ALGORITHMS:
@@ -89,7 +89,7 @@ class Description:
             for note in notes[:_NOTES]:
                 lines += lines_of(note, "Note: ")
             if notes[_NOTES:]:
-                lines.append(f"Note: … and {len(notes) - _NOTES} more of kind {kind!r}, in .notes")
+                lines.append(f"Note: … and {len(notes) - _NOTES} more of kind {kind!r} in .notes")
         lines += ["", "Write:" if self.warnings else "No traps found. Write:", ""]
         return "\n".join([*lines, *(f"    {line}".rstrip() for line in self.code.splitlines())])
 
@@ -121,32 +121,33 @@ def describe(
     decay_vectors: bool = True,
     **options: Any,
 ) -> Description:
-    """Which parameters of a model go where and why, which traps there are, and the code to write.
+    """Shows which parameters of a model go where and why, known traps, and the code to write.
 
-    Changes nothing, reads no weight and no device: models on meta, sharded (DTensors) and wrapped
-    ones (DDP, torch.compile, checkpointing) are described as well, with or without a process group.
-    The decisions are those of `Muon.for_model`, which takes the same arguments.
+    It makes the same decisions as `Muon.for_model`, from the same arguments. It changes nothing and
+    reads no weights, so the model may be on the meta device, sharded (DTensors) or wrapped (DDP,
+    torch.compile, checkpointing), with or without a process group.
 
-    It tells of tied weights; heads and embeddings that names don't reveal; tensors left to AdamW
-    because nothing tells which matrices they hold; ``convolutions`` that are AdamW's; a learning
-    rate that does not fit ``adjust_lr``; weights stored (in, out); several ranks without
-    ``process_group``; flat parameters of FSDP1; what Muon would refuse; and others.
+    Traps include heads and embeddings that names do not reveal, tensors left to AdamW because
+    nothing shows which matrices they hold, ``convolutions`` left to AdamW, a learning rate that
+    does not fit ``adjust_lr``, weights stored (in, out), several ranks without a ``process_group``,
+    FSDP1's flat parameters, and anything that `Muon` would refuse. Notes include tied weights.
 
-    A learning rate is judged by how much of its own size a weight would move per step,
-    ``lr · scale · sqrt(3·cols / max(rows, cols))``: an orthogonal matrix has an RMS of
-    1/sqrt(max(rows, cols)), and torch initializes weights with one of 1/sqrt(3·cols). Too large is
-    more than 16 %, since what is known to work stays under 15 %. Too small is less than 0.0002 %
-    with ``adjust_lr="match_rms_adamw"``, since fine-tuning goes down to 1e-6, and less than 0.1 %
-    with the other scales, where an AdamW-like 3e-4 moves weights by 0.05 %.
+    A learning rate is judged by how much of its own size a weight moves per step, ``lr · scale ·
+    sqrt(3·cols / max(rows, cols))``: an orthogonal matrix has an RMS of 1/sqrt(max(rows, cols)),
+    and torch initializes weights with an RMS of 1/sqrt(3·cols). More than 16 % is too large,
+    because rates known to work stay under 15 %. Less than 0.0002 % is too small with
+    ``adjust_lr="match_rms_adamw"``, because fine-tuning uses rates down to 1e-6. With the other
+    scales, less than 0.1 % is too small: there, AdamW's 3e-4 would move weights by 0.05 %.
 
     Args:
-        model: the model, as it will be trained: sharded and wrapped already.
-        lr, adamw_lr, weight_decay, per_head, expert_keys, split, convolutions, is_muon_func,
-            adamw_keys, decay_vectors, options: as `Muon.for_model` takes them; None is not given.
+        model: the model as it will be trained, already sharded and wrapped.
+        lr, adamw_lr, weight_decay: as in `Muon.for_model`; None means not given.
+        per_head, expert_keys, split, convolutions, is_muon_func: as in `Muon.for_model`.
+        adamw_keys, decay_vectors, options: as in `Muon.for_model`.
 
     Raises:
-        ValueError: no model, parameters without a shape yet, options that Muon would refuse.
-        TypeError: options that Muon doesn't have.
+        ValueError: ``model`` is no module, a parameter has no shape yet, or an option is invalid.
+        TypeError: `Muon` does not have an option.
 
     Example:
         >>> print(optimizer.describe(model))
@@ -200,13 +201,13 @@ def _check(options: dict[str, Any]) -> None:
             raise TypeError(refusal("describe", key))
         if key in GROUP_OPTIONS:
             GROUP_OPTIONS[key].check(key, value)
-    with warnings.catch_warnings():  # they would be about the lack of parameters
+    with warnings.catch_warnings():  # about having no parameters
         warnings.simplefilter("ignore")
         Muon([{"params": [], "use_muon": True, "names": []}], **options)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """What wrappers wrap, for its name."""
+    """The module inside wrappers, for its name."""
     while True:
         inner = [child for name, child in model.named_children() if name in {*WRAPPERS, "module"}]
         if len(inner) != 1 or len(list(model.children())) != 1:

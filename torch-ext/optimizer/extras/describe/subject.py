@@ -1,4 +1,4 @@
-"""Holds the model that is described: its parameters, their algorithms, the caller's options."""
+"""Holds the described model: its parameters, their algorithms, and the caller's options."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ...rules.modules import Decision, ParamInfo, look_up
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, what was decided about its parameters, and by which arguments.
+    """A model, the decisions about its parameters, and the arguments they were made with.
 
     Args:
         assignment: the decisions.
-        is_muon_func: what they were made by.
-        options: what the caller gave of the other arguments of `Muon.for_model`.
+        is_muon_func: the function that made them.
+        options: the other arguments of `Muon.for_model` that the caller gave.
     """
 
     assignment: Assignment
@@ -52,10 +52,10 @@ class Subject:
         return look_up(self.model, self.info(decision), keys)
 
     def read(self, decision: Decision) -> Matrices:
-        """How Muon would read the parameter as matrices.
+        """The matrices that Muon would read from the parameter.
 
         Raises:
-            ValueError: it would not. Completes "<parameter> …".
+            ValueError: Muon would refuse it. The message completes "<parameter> …".
         """
         flatten = self.options.get("flatten") or self.options.get("convolutions", False)
         keys, split = self.assignment.expert_keys, self.assignment.split

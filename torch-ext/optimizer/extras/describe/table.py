@@ -1,4 +1,4 @@
-"""Folds names of repeated layers into one line, and lays out tables that fit a screen."""
+"""Folds names of repeated layers into one line, and lays out tables to fit a screen."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Callable, TypeVar
 
 from .. import summary
 
-LINES = 28  # of the table of parameters, which fits a screen with totals, traps and code
-_LISTED = 3  # lines of names beside a trap
+LINES = 28  # of the table, which then fits a screen with totals, traps and code
+_LISTED = 3  # lines of names under a trap
 _INDEX = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a component of a name
 _DIGITS = re.compile(r"(\d+)")  # anywhere in a name
 
@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 
 def collect_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Any, list[Item]]:
-    """Items by their key, in the order in which keys first come."""
+    """Groups items by key, in the order in which the keys first appear."""
     by_key: dict[Any, list[Item]] = {}
     for item in items:
         by_key.setdefault(key(item), []).append(item)
@@ -27,13 +27,13 @@ def collect_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[A
 
 
 def fold(names: Iterable[str]) -> list[str]:
-    """Names that differ only in indices as one: ``layers.{0..31}.wq.weight``."""
+    """Folds names that differ only in indices into one: ``layers.{0..31}.wq.weight``."""
     alike = collect_by(names, lambda name: _without(_INDEX, name))
     return [_folded(_INDEX, together) for together in alike.values()]
 
 
 def _without(numbers: re.Pattern[str], name: str) -> tuple[str, ...]:
-    """What is between the numbers of a name."""
+    """The parts of a name between its numbers."""
     return tuple(numbers.split(name)[::2])
 
 
@@ -54,10 +54,10 @@ def _one_or_range(pieces: Sequence[str]) -> str:
 
 
 def lines_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The table of parameters, folded as far as a screen asks for.
+    """The table of parameters, folded until it fits a screen.
 
     Args:
-        rows: with ``name``, ``shape``, ``dtype``, ``placement``, ``numel``, ``algorithm``,
+        rows: dicts with ``name``, ``shape``, ``dtype``, ``placement``, ``numel``, ``algorithm`` and
             ``reason``.
     """
     many_dtypes = len({row["dtype"] for row in rows}) > 1
@@ -70,11 +70,11 @@ def lines_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     largest = set(sorted(range(len(alike)), key=lambda index: -sizes[index])[:LINES])
     smaller = sum(len(together) for i, together in enumerate(alike) if i not in largest)
     lines = [line for i, line in enumerate(lines) if i in largest]
-    return [*lines, (f"… and {smaller} smaller ones, in .rows", "", "", "", "")]
+    return [*lines, (f"… and {smaller} smaller ones in .rows", "", "", "", "")]
 
 
 def _likeness(numbers: re.Pattern[str], row: Row) -> Hashable:
-    """What rows that make one line have in common: not the shape, where names fold anywhere."""
+    """What the rows of one line have in common: not the shape, if any number in names folds."""
     shape = row["shape"] if numbers is _INDEX else len(row["shape"])
     if numbers is _DIGITS and len(row["shape"]) < 2 and row["algorithm"] == "AdamW":
         return "vectors"
@@ -109,7 +109,7 @@ def aligned(lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def listed(names: Iterable[str]) -> list[str]:
-    """Folded names, a line each, and how many lines are left out."""
+    """Folded names, one per line, ending with how many lines are left out."""
     lines = fold(names)
     if len(lines) > _LISTED:
         return [*lines[:_LISTED], f"… and {len(lines) - _LISTED} more like these"]
@@ -121,5 +121,5 @@ def text(dtype: Any) -> str:
 
 
 def count(number: int) -> str:
-    """1.23 B."""
+    """Formats a number, for example 1.23 B."""
     return summary.short(number).replace("G", "B").strip()

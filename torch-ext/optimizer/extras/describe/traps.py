@@ -1,4 +1,4 @@
-"""Collects the warnings (traps) about a model's parameters, and merges their remedies."""
+"""Collects the traps about a model's parameters, and merges their remedies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXPLAINS_NONE = ("flat", "convolutions", "experts", "stack", "fused")
 
 
 def find_warnings(subject: Subject) -> tuple[list[Trap], Remedy]:
-    """What is to be mended, and how: the remedies of all traps, in order."""
+    """All traps to fix, and the advice: their remedies, merged in order."""
     finders: tuple[Finder, ...] = (
         _flat,
         _replicas,
@@ -52,7 +52,7 @@ def find_warnings(subject: Subject) -> tuple[list[Trap], Remedy]:
 
 
 def find_notes(subject: Subject, advice: Remedy) -> list[Trap]:
-    """What is as it should be, once the advice is taken, but good to know."""
+    """What is fine once the advice is followed, but good to know."""
     finders: tuple[Finder, ...] = (
         _unsure,
         _routers,
@@ -64,16 +64,16 @@ def find_notes(subject: Subject, advice: Remedy) -> list[Trap]:
 
 
 def _nothing(subject: Subject) -> Trap:
-    what, why, remedy = "no parameter is Muon's", "there is nothing to train", Remedy()
+    what, why, remedy = "Muon trains no parameter", "there is nothing to train", Remedy()
     if not subject.decisions:
         what = "the model has no parameters"
     elif not subject.trainable:
         what = "every parameter is frozen"
     elif any(default_is_muon(decision.name, decision.param) for decision in subject.trainable):
-        why = "AdamW trains all of them, by their groups"
+        why = "the groups give all of them to AdamW"
         remedy = Remedy(wording="Muon.for_model(model, …)")
     else:
-        why = "AdamW trains all of them: there are no matrices but embeddings and output heads"
+        why = "AdamW trains all of them: the only matrices are embeddings and output heads"
     return Trap("nothing", what, (), why, remedy)
 
 
@@ -92,18 +92,18 @@ def _flat(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         "    fully_shard(layer)",
         "fully_shard(model)",
     )
-    comments = "# Shard the model by fully_shard first, instead:", *(f"#     {x}" for x in lines)
+    comments = "# Instead, shard the model with fully_shard first:", *(f"#     {x}" for x in lines)
     yield Trap(
         "flat",
         f"{who} stores parameters as one-dimensional pieces",
         names_of(pieces or [d for d in subject.trainable if d.param.ndim == 1]),
-        "pieces of matrices are no matrices: AdamW gets all of them. FSDP2 keeps matrices",
+        "pieces are not matrices, so AdamW gets all of them. FSDP2 keeps matrices whole",
         Remedy(header=comments, wording="\n".join(lines)),
     )
 
 
 def _replicas(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Several ranks with plain parameters, of which the optimizer hears nothing."""
+    """Several ranks with plain parameters, if the optimizer has no process group."""
     muons, ranks = subject.by_algorithm("Muon"), dtensors.world_size()
     if subject.options.get("process_group") is not None or ranks == 1:
         return
@@ -113,25 +113,25 @@ def _replicas(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     header: tuple[str, ...] = ()
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in subject.model.modules()):
         what = f"DDP on {ranks} ranks, without a process_group"
-        why = "each rank would orthogonalize every matrix; with it they share work and momentum"
+        why = "each rank would orthogonalize every matrix; with it, ranks share work and momentum"
     else:
         what = f"plain parameters on {ranks} ranks, without a process_group"
         why = (
-            "nobody averages gradients; and groups made before fully_shard() hold parameters that "
-            "it replaces, so that nothing would be trained"
+            "nothing averages gradients. And if fully_shard() comes later, it replaces the "
+            "parameters in the groups, and nothing is trained"
         )
         options["grad_reduce"] = "mean"
         averages = f"# On {ranks} ranks: step() averages gradients (ZeRO-2)."
         header = (
-            f"{averages} A model that is to be sharded",
-            "# (fully_shard) or wrapped in DDP has to be so before the groups are made.",
+            f"{averages} If you use fully_shard",
+            "# or DDP instead, shard or wrap the model before you make the groups.",
         )
     remedy = Remedy(options, header=header)
     yield Trap("replicas", what, names_of(muons), why, remedy)
 
 
 def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Keys and patterns that are about no parameter."""
+    """Keys and patterns that match no parameter."""
     expert_keys = subject.assignment.expert_keys
     unmatched = unmatched_keys(subject.decisions, expert_keys)
     if unmatched:
@@ -140,7 +140,7 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "expert_keys",
             f"expert_keys {literal(unmatched)} match no parameter",
             (),
-            "a key is a whole component of names, or several: 'experts', 'mlp.experts'"
+            "a key is one or more whole components of a name: 'experts', 'mlp.experts'"
             + did_you_mean(unmatched, names_of(subject.decisions)),
             Remedy({"expert_keys": rest or None}, wording=f"leave out {literal(unmatched)}"),
         )
@@ -150,7 +150,7 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "adamw_keys",
             f"adamw_keys {literal([key])} match no parameter",
             (),
-            f"a key is a whole component of names{did_you_mean([key], names)}",
+            f"a key is a whole component of a name{did_you_mean([key], names)}",
             Remedy({"adamw_keys": None}, wording=f"leave out {literal([key])}"),
         )
     split = subject.options.get("split")
@@ -160,9 +160,9 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     if unmatched:
         yield Trap(
             "split",
-            f"split patterns {literal(unmatched)} match no matrix of Muon's",
+            f"split patterns {literal(unmatched)} match none of Muon's matrices",
             (),
-            "a pattern is a whole component of names, or a shell-style pattern of whole names"
+            "a pattern is a whole component of a name, or a shell-style pattern of the whole name"
             + did_you_mean(unmatched, muons),
             Remedy(
                 {"split": {p: patterns[p] for p in patterns if p not in unmatched} or None},
@@ -172,7 +172,7 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 
 def _refused(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """What Muon would raise for."""
+    """Parameters for which Muon would raise."""
     errors = []
     for decision in subject.by_algorithm("Muon"):
         try:
@@ -200,7 +200,7 @@ def _refused(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 
 def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Matrices of Muon's with a vocabulary for a side, and a last layer of few outputs."""
+    """Muon's matrices with a vocabulary on one side, and last layers with few outputs."""
     muons = advice.muons(subject)
     infos = subject.assignment.infos
     reasons = unnamed_heads(subject.model, infos, subject.decisions, muons)
@@ -209,23 +209,23 @@ def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "head",
             f"{names[0] if len(names) == 1 else f'{len(names)} matrices'}: {reason}",
             tuple(names),
-            "embeddings and output heads train better with AdamW; their names do not tell",
+            "embeddings and output heads train better with AdamW; their names do not show them",
             Remedy(leave=tuple(names)),
         )
 
 
 _HINTS = {
-    "fused": "how its rows lie is in the model's config, or its forward(), and how to write it in "
-    "docs/options.md, Split by axes. As one matrix the parts would share singular values and scale",
-    "pair": "Muon reads (2, rows, columns) as two matrices. As it is, each row and its neighbour "
-    "would be a matrix",
-    "stack": "where leading dimensions count matrices, expert_keys says so; where a matrix was "
-    "given more dimensions, is_muon_func and flatten=True read it as (first, the rest)",
+    "fused": "the model's config or forward() shows how its rows are laid out; docs/options.md, "
+    "Split by axes, how to write that. As one matrix, parts would share singular values and scale",
+    "pair": "Muon reads (2, rows, columns) as two matrices. In the stored layout, each row and the "
+    "next would be one matrix",
+    "stack": "if leading dimensions count matrices, use expert_keys; if a single matrix has more "
+    "dimensions, is_muon_func and flatten=True read it as (first, the rest)",
 }
 
 
 def _undecided(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Parameters that AdamW has because nothing tells how Muon should read them."""
+    """Parameters left to AdamW because nothing shows how Muon should read them."""
     undecided = [each for each in subject.assignment.undecided if each.kind in _HINTS]
     for (kind, what), alike in collect_by(undecided, lambda each: (each.kind, each.what)).items():
         names = tuple(each.name for each in alike)
@@ -235,19 +235,19 @@ def _undecided(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             names,
             _HINTS[kind],
             Remedy(
-                comments=(f"# {alike[0].write} tells what {names[0]} holds.",),
+                comments=(f"# {alike[0].write} says what {names[0]} holds.",),
                 wording=alike[0].write,
             ),
         )
 
 
 def _whole(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Weights that hold several matrices, which the caller's ``split`` keeps whole."""
+    """Weights that hold several matrices but stay whole under the caller's ``split``."""
     split = subject.assignment.split
     given = {} if split is None else split
     if not isinstance(given, Mapping):
         return
-    # "auto" finds what else there is, of what the advice makes Muon's, too.
+    # "auto" finds the others itself, including those that the advice gives to Muon.
     is_kept = subject.options.get("split") is None
     muons = advice.muons(subject) if is_kept else subject.by_algorithm("Muon")
     fused = {
@@ -262,7 +262,7 @@ def _whole(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         first = fused[names[0]]
         if first.split is None:
             write = first.argument(names[0])
-            comment = f"# {write} tells the {holds} of {names[0]} apart."
+            comment = f"# {write} separates the {holds} of {names[0]}."
             remedy = Remedy(comments=(comment,), wording=write)
         else:
             patterns = split_patterns(dict.fromkeys(names, first.split), names_of(muons))
@@ -272,13 +272,13 @@ def _whole(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "fused",
             f"{counted(names, 'weight')} {'hold' if names[1:] else 'holds'} {holds} in one tensor",
             tuple(names),
-            "as one matrix they share singular values and scale; split updates each by itself",
+            "as one matrix, they share singular values and scale; split updates each separately",
             remedy,
         )
 
 
 def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """What may be an output head, and heads by name that may be hidden layers."""
+    """Possible output heads, and heads by name that may be hidden layers."""
     shapes = {d.name: tuple(d.param.shape) for d in subject.decisions}
     for each in subject.assignment.undecided:
         if each.kind == "head":
@@ -286,8 +286,8 @@ def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
                 "unsure",
                 f"{each.name} {shapes[each.name]} may be an output head",
                 (each.name,),
-                "nothing takes its outputs, so it is left to AdamW, which trains predictions "
-                "better. If it is a hidden layer, Muon trains it better: is_muon_func says so",
+                "nothing reads its outputs, so AdamW, which trains heads better, keeps it. If it "
+                "is a hidden layer, Muon trains it better: return True in is_muon_func",
             )
     for decision in subject.by_algorithm("AdamW"):
         shape, layer = tuple(decision.param.shape), subject.info(decision).layer
@@ -298,8 +298,8 @@ def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
                 "unsure",
                 f"{decision.name} {shape} may be a hidden layer",
                 (decision.name,),
-                "it is called a head, and AdamW's, but gives as much as it takes. If its outputs "
-                "are no predictions, Muon trains it better: is_muon_func says so",
+                "its name says head, so AdamW trains it, but it has as many outputs as inputs. If "
+                "they are not predictions, Muon trains it better: return True in is_muon_func",
             )
 
 
@@ -313,7 +313,7 @@ def _routers(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "routers",
             f"Muon trains {counted(routers, 'router')}",
             names_of(routers),
-            "as Moonlight's code does, which gives it every matrix but embeddings and heads; "
+            "as Moonlight does, where Muon trains every matrix except embeddings and heads; "
             f"adamw_keys=[{literal(component_of(routers[0].name))}] leaves them to AdamW",
         )
 
@@ -323,7 +323,7 @@ ROUTERS = ("router", "gate", "gate_proj", "router_proj", "classifier", "layer", 
 
 
 def _shared(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Parameters of several names."""
+    """Parameters with several names."""
     for decision in subject.decisions:
         infos = subject.assignment.infos[id(decision.param)]
         if len(infos) == 1:
@@ -337,31 +337,31 @@ def _shared(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "tied" if is_tied else "shared",
             f"{shown} {'is' if len(others) == 1 else 'are'} {first}",
             names,
-            f"one tensor, trained once{', by AdamW as embeddings are' if by_adamw else ''}"
-            f"; is_muon_func and split know it as {decision.name}",
+            f"one tensor, trained once{', by AdamW like all embeddings' if by_adamw else ''}"
+            f"; in is_muon_func and split its name is {decision.name}",
         )
 
 
 def _narrow(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Weights of so few digits that small steps round away."""
+    """Weights in 16-bit dtypes, where small steps round away."""
     is_kept = subject.options.get("weight_rounding", "nearest") != "nearest"
     for dtype in (torch.bfloat16, torch.float16):
         narrow = [d for d in subject.trainable if d.param.dtype == dtype]
         if narrow and not (is_kept and dtype == torch.bfloat16):
             lost = round(4 / torch.finfo(dtype).eps)  # half a digit of a weight just below 1
-            keep = 'give weight_rounding="exact", or ' if dtype == torch.bfloat16 else ""
+            keep = 'use weight_rounding="exact", or ' if dtype == torch.bfloat16 else ""
             yield Trap(
                 "narrow",
                 f"{counted(narrow, 'parameter')} in {text(dtype)}",
                 names_of(narrow),
-                f"what a step changes by less than 1/{lost} of its size rounds away, norms at 1 "
-                f"with AdamW's usual rates among it; {keep}keep weights in fp32, under "
-                "torch.autocast or FSDP2's MixedPrecisionPolicy",
+                f"changes below 1/{lost} of a weight round away, such as those of norms at 1 with "
+                f"AdamW's usual rates; {keep}keep weights in fp32, with torch.autocast or FSDP2's "
+                "MixedPrecisionPolicy",
             )
 
 
 def _unusual(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Adapters, quantized and complex weights, matrices that are vectors."""
+    """Adapters, quantized weights, complex weights, and matrices that are vectors."""
     muons, frozen = advice.muons(subject), subject.by_algorithm("frozen")
     share = numel(frozen) / max(1, numel(subject.decisions))
     factors = [d for d in muons if "lora_" in d.name]
@@ -373,25 +373,25 @@ def _unusual(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "adapters",
             factors,
             "low-rank adapters" + (f"; {share:.1%} of the parameters are frozen" if frozen else ""),
-            "Muon orthogonalizes each factor, A and B, as a matrix of its own",
+            "Muon orthogonalizes each factor, A and B, as a separate matrix",
         ),
         (
             "quantized",
             quantized,
             counted(quantized, "quantized weight"),
-            "no optimizer trains them: what floats beside them is trained, such as adapters",
+            "they are not trained; floating-point parameters, such as adapters, are",
         ),
         (
             "complex",
             numbers,
             counted(numbers, "complex parameter"),
-            "AdamW trains them; Muon takes real matrices",
+            "AdamW trains them; Muon supports only real matrices",
         ),
         (
             "vectors",
             vectors,
-            f"{counted(vectors, 'matrix', 'matrices')} of one row or one column",
-            "to orthogonalize a vector is to normalize it: every step has the same length",
+            f"{counted(vectors, 'matrix', 'matrices')} with one row or one column",
+            "orthogonalizing a vector normalizes it, so every step has the same length",
         ),
     )
     for kind, decisions, what, why in notes:
@@ -400,6 +400,6 @@ def _unusual(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 
 def _is_quantized(param: torch.Tensor) -> bool:
-    """Whether a parameter is packed into integers, or of a class of bitsandbytes, of any dtype."""
+    """True if a parameter is packed into integers, or has a class of bitsandbytes."""
     is_packed = not {"Params4bit", "Int8Params"}.isdisjoint(class_names(param))
     return is_packed or not (param.is_floating_point() or param.is_complex())

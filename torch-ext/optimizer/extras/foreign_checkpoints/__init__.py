@@ -1,30 +1,28 @@
 """Converts checkpoints of torch, Motif, LlamaFactory, nanochat and Keller Jordan to `Muon`'s.
 
-`Muon.load_foreign_state_dict` loads what `to_state_dict` makes: the part of the state that this
-rank holds, as a state dict. `KINDS` lists the sources:
+`Muon.load_foreign_state_dict` loads the result. The kinds of state dicts are:
 
-- ``"torch_muon"``: torch.optim.Muon's and torch.optim.AdamW's state dicts,
-  ``{"muon": …, "adamw": …}``.
-- ``"torch_adamw"``: torch.optim.AdamW's.
+- ``"torch_muon"``: those of torch.optim.Muon and torch.optim.AdamW, ``{"muon": …, "adamw": …}``.
+- ``"torch_adamw"``: that of torch.optim.AdamW.
 - ``"motif"``: that of Motif's ``Muon``.
 - ``"llamafactory"``: that of Moonlight's ``Muon``, which LlamaFactory ships.
 - ``"nanochat"``: ``MuonAdamW``'s, or a list of ``DistMuonAdamW``'s, one for each rank.
-- ``"keller_jordan"``: that of any of his Muons, or a list of one for each rank; with another
-  AdamW, ``{"muon": …, "adamw": …}``.
+- ``"keller_jordan"``: that of any of his Muons, or a list with one for each rank; if AdamW is
+  separate, ``{"muon": …, "adamw": …}``.
 
-State dicts by names, as torch.distributed.checkpoint makes them, will do where they hold whole
-tensors, or DTensors that lie as the parameters do.
+State dicts keyed by name, as torch.distributed.checkpoint makes them, work if their tensors are
+whole, or DTensors placed like the parameters.
 
-Parameters are matched by names where both sides have names for all of them; else by position, which
-fits where the preset of the source made the groups from what the source was given; else by
-``params``. Of two optimizers, each takes its own parameters from ``params``, which may include
+Parameters are matched by name if both sides name all of them. Otherwise they are matched by
+position, which works if the source's preset made the groups from the source's arguments, or else by
+``params``. With two optimizers, each takes its own parameters from ``params``, which may include
 frozen ones.
 
-AdamW's moments and steps are taken as they are. Momentum keeps its dtype, and is converted to the
-style of its group: with constant μ averaged momentum (``"ema"``) is 1 − μ times summed momentum
-(``"classical"``). A matrix that AdamW trained begins with ``exp_avg`` as averaged momentum; its
-group takes the rates of AdamW only with ``adjust_lr="match_rms_adamw"``, and no ``momentum``.
-Groups with ``beta2`` take nanochat's second moments. The tensors are copied.
+AdamW's moments and step counts are copied. Momentum keeps its dtype and is converted to the style
+of its group: with constant μ, averaged momentum (``"ema"``) is 1 − μ times summed momentum
+(``"classical"``). A matrix that AdamW trained starts with ``exp_avg`` as averaged momentum. Its
+group takes AdamW's rates only with ``adjust_lr="match_rms_adamw"``, and no ``momentum``. Groups
+with ``beta2`` take nanochat's second moments.
 
 Example:
     >>> load = functools.partial(torch.load, weights_only=True)

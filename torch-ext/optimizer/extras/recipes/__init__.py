@@ -1,14 +1,13 @@
-"""Recipes of published models: what a report or a repository says of groups and options, as a call.
+"""Recipes: parameter groups and options of published models.
 
-A recipe takes a model and returns keyword arguments: its user writes one line::
+A recipe takes a model and returns keyword arguments::
 
     optimizer = Muon(**recipes.kimi_k2(model))
 
-published.json has each value with its source beside it, a section of the report or a file. Numbers
-that Kimi K3's and GLM-5's reports leave out are required arguments. The algorithm where they do not
-spell it out is that of the recipes that they build on: Nesterov's momentum, the polynomials, and
-the scale of Kimi K3's updates. Learning rates are the highest of a schedule; the schedule itself is
-up to the trainer.
+published.json lists each value with its source, a section of a report or a file. Numbers missing
+from Kimi K3's and GLM-5's reports are required arguments. Where these reports do not spell out the
+algorithm, it is that of the recipes they build on: Nesterov momentum, the polynomials, and the
+scale of Kimi K3's updates. Learning rates are the peaks of schedules, which the trainer supplies.
 """
 
 from __future__ import annotations
@@ -32,33 +31,33 @@ def __dir__() -> list[str]:
 
 
 def moonlight(model: nn.Module, lr: Any = None) -> dict[str, Any]:
-    """`Muon`'s arguments for Moonlight, 16 B parameters (Liu et al. 2025, arXiv:2502.16982).
+    """Arguments of `Muon` for Moonlight, 16 B parameters (Liu et al. 2025, arXiv:2502.16982).
 
-    Muon for matrices, routers among them; AdamW, with the same learning rate and decay (section
-    2.2), for embeddings, head and norms, whose decay appendix D calls crucial.
+    Muon trains matrices, including routers. AdamW, with the same learning rate and decay (section
+    2.2), trains embeddings, head and norms, whose decay appendix D calls crucial.
 
     Args:
-        model: with latent attention and experts, under the names of DeepSeek-V3 in transformers.
-        lr: the highest learning rate; None is the published one.
+        model: a model with latent attention, experts, and the names of transformers' DeepSeek-V3.
+        lr: the peak learning rate; None is the published one.
 
     Raises:
-        ValueError: no such parts.
+        ValueError: the model lacks these parts.
     """
     return _arguments("moonlight", model, lr=lr)
 
 
 def kimi_k2(model: nn.Module, lr: Any = None) -> dict[str, Any]:
-    """`Muon`'s arguments for Kimi K2, 1 T parameters: MuonClip (Kimi Team 2025, arXiv:2507.20534).
+    """Arguments of `Muon` for Kimi K2, 1 T parameters: MuonClip (Kimi Team 2025, arXiv:2507.20534).
 
-    Muon as Moonlight's, and QK-Clip: `step` wants ``qk_logits``, or a `QKLogitRecorder`.
+    Moonlight's Muon with QK-Clip: `step` needs ``qk_logits`` or a `QKLogitRecorder`.
 
     Args:
-        model: with latent attention and experts, under the names of DeepSeek-V3 in transformers,
-            and a ``config`` that has the sizes of heads.
-        lr: the highest learning rate; None is the published one.
+        model: a model with latent attention, experts, the names of transformers' DeepSeek-V3, and
+            head sizes in its ``config``.
+        lr: the peak learning rate; None is the published one.
 
     Raises:
-        ValueError: no such parts, or sizes.
+        ValueError: the model lacks these parts or sizes.
     """
     return _arguments("kimi_k2", model, lr=lr)
 
@@ -73,21 +72,21 @@ def kimi_k3(
     adamw_betas: tuple[float, float],
     adamw_eps: float,
 ) -> dict[str, Any]:
-    """`Muon`'s arguments for Kimi K3, 2.8 T parameters: Per-Head Muon (arXiv:2607.24653).
+    """Arguments of `Muon` for Kimi K3, 2.8 T parameters: Per-Head Muon (arXiv:2607.24653).
 
-    Muon and QK-Clip as Kimi K2's; heads of query, key and value projections are orthogonalized one
-    by one, in delta attention as in latent attention. AdamW, besides embeddings, head and vectors,
-    for what torchtitan's recipe of Kimi K3 leaves to it: beta, residual projections of one row, the
-    vision tower. Convolutions are AdamW's by their dimensions.
+    Muon and QK-Clip as in Kimi K2, but each head of query, key and value projections is
+    orthogonalized separately, in delta attention and in latent attention. AdamW trains embeddings,
+    head, vectors, convolutions, and what torchtitan's recipe of Kimi K3 leaves to it: beta,
+    residual projections with one row, and the vision tower.
 
     Args:
-        model: under the names of the published weights, and with a ``config`` that has the sizes of
-            latent attention's heads. Its attentions have to tell theirs, too.
-        lr, momentum, ns_steps, adamw_betas, adamw_eps: `Muon`'s; the report has none of them.
-        threshold: QK-Clip's, of ``clip_config``; not in the report either.
+        model: a model with the names of the published weights, and the head sizes of latent
+            attention in its ``config``. Attention modules must have their head sizes too.
+        lr, momentum, ns_steps, adamw_betas, adamw_eps: as in `Muon`; the report has none of them.
+        threshold: of ``clip_config``; the report does not have it either.
 
     Raises:
-        ValueError: no such parts, or sizes.
+        ValueError: the model lacks these parts or sizes.
     """
     given = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, adamw_eps=adamw_eps)
     arguments = _arguments("kimi_k3", model, adamw_betas=adamw_betas, **given)
@@ -102,36 +101,36 @@ def kimi_k3(
 def glm_5(
     model: nn.Module, lr: Any = None, *, adamw_betas: tuple[float, float], adamw_eps: float
 ) -> dict[str, Any]:
-    """`Muon`'s arguments for GLM-5, 744 B parameters: Muon Split (arXiv:2602.15763).
+    """Arguments of `Muon` for GLM-5, 744 B parameters: Muon Split (arXiv:2602.15763).
 
-    The up-projections of latent attention to queries, keys and values are orthogonalized head by
-    head, which kept logits bounded without a clip (section 2.1). The settings are GLM-4.5's.
+    Latent attention's up-projections to queries, keys and values are orthogonalized head by head,
+    which kept logits bounded without clipping (section 2.1). The settings are GLM-4.5's.
 
     Args:
-        model: with latent attention and experts, under the names of transformers' GLM-5.
-        lr: the highest learning rate; None is the published one.
-        adamw_betas, adamw_eps: `Muon`'s; the reports have neither.
+        model: a model with latent attention, experts, and the names of transformers' GLM-5.
+        lr: the peak learning rate; None is the published one.
+        adamw_betas, adamw_eps: as in `Muon`; the reports have neither.
 
     Raises:
-        ValueError: no such parts.
+        ValueError: the model lacks these parts.
     """
     return _arguments("glm_5", model, lr=lr, adamw_betas=adamw_betas, adamw_eps=adamw_eps)
 
 
 def deepseek_v4(model: nn.Module, lr: Any = None) -> dict[str, Any]:
-    """`Muon`'s arguments for DeepSeek-V4, up to 1.6 T parameters (arXiv:2606.19348).
+    """Arguments of `Muon` for DeepSeek-V4, up to 1.6 T parameters (arXiv:2606.19348).
 
-    AdamW for embedding, prediction head, norms, and the static biases and gating factors of
-    hyper-connections; Muon for the other matrices. The report does not name the position biases
-    of compressors: AdamW gets them, as all biases.
+    AdamW trains the embedding, the prediction head, norms, and the static biases and gating factors
+    of hyper-connections; Muon trains all other matrices. The report does not mention the position
+    biases of compressors: AdamW trains them, like all biases.
 
     Args:
-        model: under the names of DeepSeek-V4 in transformers, with a ``config`` that has
-            ``o_lora_rank``.
-        lr: the highest learning rate; None is that of DeepSeek-V4-Pro, which is below Flash's.
+        model: a model with the names of transformers' DeepSeek-V4, and ``o_lora_rank`` in its
+            ``config``.
+        lr: the peak learning rate; None is DeepSeek-V4-Pro's, which is lower than Flash's.
 
     Raises:
-        ValueError: no such parts, or sizes.
+        ValueError: the model lacks these parts or sizes.
     """
     return _arguments("deepseek_v4", model, lr=lr)
 
@@ -144,16 +143,16 @@ def nanochat(
     weight_decay: Optional[float] = None,
     scalar_lr: Optional[float] = None,
 ) -> dict[str, Any]:
-    """`MuonAdamW`'s arguments for nanochat's GPT of July 2026 (karpathy/nanochat at 92d63d4).
+    """Arguments of `MuonAdamW` for nanochat's GPT of July 2026 (karpathy/nanochat at 92d63d4).
 
     Args:
-        model: with nanochat's names of parameters, and no others.
+        model: a model with exactly the parameter names of nanochat's GPT.
         unembedding_lr, embedding_lr, matrix_lr, weight_decay, scalar_lr: arguments of
-            ``setup_optimizer``; None is what scripts/base_train.py has for them before it adapts
-            them to batch size and horizon.
+            ``setup_optimizer``. None uses the value in scripts/base_train.py, before that script
+            adapts it to batch size and horizon.
 
     Raises:
-        ValueError: a part is missing, or a parameter belongs to none.
+        ValueError: a part is missing, or a parameter belongs to no part.
     """
     given = dict(unembedding_lr=unembedding_lr, embedding_lr=embedding_lr, matrix_lr=matrix_lr)
     given.update(weight_decay=weight_decay, scalar_lr=scalar_lr)
@@ -190,10 +189,10 @@ def nanochat(
 
 
 def _arguments(recipe: str, model: nn.Module, **given: Any) -> dict[str, Any]:
-    """`Muon`'s arguments by a recipe of published.json, and by what is given and not None.
+    """Arguments of `Muon` from a recipe in published.json and the ``given`` values but None.
 
-    A value "config.x" is the ``x`` of the model's config. The keys ``parts`` and ``split`` name
-    components of parameters' names.
+    A value "config.x" stands for ``x`` of the model's config. The keys ``parts`` and ``split``
+    contain components of parameters' names.
     """
     names = [name for name, _ in model.named_parameters()]
 
@@ -205,7 +204,7 @@ def _arguments(recipe: str, model: nn.Module, **given: Any) -> dict[str, Any]:
             return value
         size = getattr(getattr(model, "config", None), value[len("config.") :], None)
         if size is None:
-            raise ValueError(f"recipes.{recipe} needs model.{value}, which this model has not")
+            raise ValueError(f"recipes.{recipe} needs model.{value}, which is missing")
         return size
 
     options = {**_values(recipe), **{k: v for k, v in given.items() if v is not None}}
@@ -231,7 +230,7 @@ def _arguments(recipe: str, model: nn.Module, **given: Any) -> dict[str, Any]:
 
 
 def _values(recipe: str) -> dict[str, Any]:
-    """The values of a recipe, by key, with those of the recipe that it builds on."""
+    """The values of a recipe by key, including those of the recipe it builds on."""
     entries = json.loads(_published())[recipe]
     values = _values(entries["builds_on"]) if "builds_on" in entries else {}
     values.update((k, entry["value"]) for k, entry in entries.items() if isinstance(entry, dict))
@@ -240,9 +239,9 @@ def _values(recipe: str) -> dict[str, Any]:
 
 @functools.cache
 def _published() -> bytes:
-    """The text of published.json, which is read on the first use."""
+    """The text of published.json, read on first use."""
     return pkgutil.get_data(__name__, "published.json") or b""
 
 
 def _missing(recipe: str, part: str, model: nn.Module) -> ValueError:
-    return ValueError(f"recipes.{recipe} names {part}, which this {type(model).__name__} has not")
+    return ValueError(f"recipes.{recipe} needs {part}, missing in this {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""`selfcheck` compares a few steps of a sharded model with those of the unsharded one."""
+"""`selfcheck` compares a few steps of a sharded model with steps of the unsharded model."""
 
 from .check import Report, selfcheck
 

@@ -1,4 +1,4 @@
-"""The check from its beginning to its report."""
+"""Runs the check, from start to report."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from .comparison import Run
 from .ranks import Alone, gather_json, run_on_ranks
 from .structure import find_frozen, find_misread, find_unmatched
 
-# What leaves nothing to compare, or would be found again by each comparison.
+# Kinds that leave nothing to compare, or that every later comparison would find again.
 _ENDS = {"replaced", "names", "shape", "flat", "nothing", "replicas", "raised"}
 _ENDS |= {"gradient", "weights"}
-_ENDED = "What comes after that was not checked: mend it, and check again"
+_ENDED = "Later checks did not run: fix this, then check again"
 _SAMPLES, _TOKENS = 4, 32  # of each rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `selfcheck` found; ``print`` shows it.
+    """The result of `selfcheck`; ``print`` shows it.
 
     Args:
-        findings: what is to be mended, the first cause first; empty where all is well. Each has
-            ``kind``, ``what``, ``parameters``, ``why`` and ``write``.
-        facts: what was compared, in words.
+        findings: what to fix, root causes first; empty if all is well. Each has ``kind``, ``what``,
+            ``parameters``, ``why`` and ``write``, as `describe.Trap` does.
+        facts: what was compared, as text.
     """
 
     findings: list[Trap]
@@ -54,14 +54,14 @@ class Report:
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy of each next token, of a model that gives logits, alone or with others."""
+    """Cross-entropy of the next tokens; the model returns logits, maybe with other outputs."""
     output = model(tokens)
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def backward(_: nn.Module, loss: Tensor) -> None:
-    """What most training does with a loss."""
+    """The default: ``loss.backward()``."""
     loss.backward()
 
 
@@ -79,44 +79,44 @@ def selfcheck(
 ) -> Report:
     """Trains a model sharded and whole, side by side, and names the first parameter that differs.
 
-    Takes a few steps in exact arithmetic. In each, the gradients of the sharded model, each rank on
-    its part of the batch, are compared with those of the whole model on all of it; then both take
-    the sharded model's gradients, so that Muon's matrices have to be the same bits after the step.
-    At last it loads a checkpoint of the sharded run into one process.
+    It takes a few steps in exact arithmetic. Each step compares gradients: of the sharded model,
+    where each rank has its part of the batch, and of the whole model on the whole batch. Then both
+    models take the sharded model's gradients, so Muon's matrices must be bit-identical after the
+    step. Finally, one process loads a checkpoint of the sharded run.
 
-    It tells of groups made before sharding; of experts that are not named, as a slab or AdamW's; of
-    transposed stacks; of gradients averaged twice or not at all; of what is frozen; of a missing
-    process group; of a wrong split; and of `describe`'s warnings. It ends early where a finding
+    It finds groups made before sharding, stacked experts that are not named (read as one matrix, or
+    left to AdamW), transposed stacks, gradients averaged twice or not at all, frozen parameters, a
+    missing process group, a wrong split, and the traps of `describe`. It ends early if a finding
     leaves nothing to compare.
 
-    Where neither a process group is initialized nor torchrun has started the script, it starts
-    ranks on the CPU by itself. They import the script, so that all functions have to be importable,
-    the package loaded at the top of the script, and the call below ``if __name__ ==
-    "__main__":``.
+    It uses an initialized process group or the ranks of torchrun. Otherwise it starts ranks on the
+    CPU, which import the script: define the functions and load the package at the top of the
+    script, and call ``selfcheck`` below ``if __name__ == "__main__":``.
 
     Args:
-        model_fn: makes the model, whole and with weights, of a size that a rank can train twice.
-        layout_fn: shards it by the training's own code. Returns the sharded model; or the model and
-            its `Muon`, by default the one that `describe` advises; or these two and the mesh or
-            process group whose ranks see different data, by default all ranks: tensor parallelism
-            needs it.
-        batch_fn: from the number of a step to a batch for all ranks: tensors, in any containers,
-            whose first dimension is samples, a multiple of the ranks. torch's random numbers are
-            seeded for it. None: random tokens, (samples, 32), below the first embedding's size.
-        loss_fn: from a model and a batch to the mean loss of the samples.
-        backward_fn: what training does with the sharded model and the loss of a rank until
-            ``step()``, where that is more than ``loss.backward()``. It clips nothing.
-        frozen: names, components or patterns of parameters that are not to be trained.
-        steps: how many.
-        ranks: how many are started, where it starts them.
-        seed: of weights and batches.
+        model_fn: returns the whole model with weights, small enough for a rank to train it twice.
+        layout_fn: shards the model with the code of your training. Returns the sharded model; or
+            the model and its `Muon` (by default what `describe` advises); or these two and the mesh
+            or process group of the ranks that see different data (by default all ranks), which
+            tensor parallelism needs.
+        batch_fn: takes a step's number and returns a batch for all ranks: tensors in any
+            containers, whose first dimension counts samples and is a multiple of the number of
+            ranks. torch's random seed is set before each call. None uses random tokens, (samples,
+            32), smaller than the size of the first embedding.
+        loss_fn: takes a model and a batch, and returns the mean loss of its samples.
+        backward_fn: takes the sharded model and this rank's loss, and does what training does
+            before ``step()``, if that is more than ``loss.backward()``. It must not clip gradients.
+        frozen: names, name components or patterns of parameters that are not trained on purpose.
+        steps: number of steps.
+        ranks: number of ranks to start.
+        seed: seed of weights and batches.
 
     Returns:
-        The report: true where it has no ``findings``. What a function raises is a finding, too.
+        A report, true if it has no ``findings``. Errors in your functions are findings, too.
 
     Raises:
-        ValueError: ranks are to be started, and can't import the functions.
-        Exception: from what a function raised on one rank, while others may be in a collective. The
+        ValueError: ranks would be started, but cannot import the functions.
+        Exception: a function raised on one rank only, while others may be in a collective. This
             rank prints the report.
 
     Example:
@@ -137,7 +137,7 @@ def selfcheck(
 def _check(
     functions: tuple, frozen: Sequence[str], steps: int, seed: int
 ) -> tuple[list[Any], list[str]]:
-    """What the ranks found, as plain data, without repetitions, and the facts of this one."""
+    """The findings of all ranks as plain data, without duplicates, and the facts of this rank."""
     findings: list[list[Any]] = []
     facts: list[str] = []
     stages = _stages(functions, frozen, steps, seed, facts)
@@ -162,7 +162,7 @@ def _check(
         if any(kind in _ENDS for kind, *_ in findings):
             return findings, [_ENDED]
         if any(answer != answers[0] for answer in answers):
-            return findings, ["Not all ranks find the same", _ENDED]
+            return findings, ["Not all ranks have the same findings", _ENDED]
         if traps is None:
             return findings, facts
 
@@ -170,22 +170,22 @@ def _check(
 def _stages(
     functions: Any, frozen: Sequence[str], steps: int, seed: int, facts: list[str]
 ) -> Iterator[list[Trap]]:
-    """What each stage finds on this rank; all ranks end after the same one."""
+    """Yields the findings of each stage on this rank; all ranks end after the same stage."""
     model_fn, layout_fn, batch_fn, loss_fn, backward_fn = functions
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         reference = model_fn()
     if not isinstance(reference, nn.Module):
-        raise TypeError(f"model_fn returns the model, found {type(reference).__name__}")
+        raise TypeError(f"model_fn must return the model, found {type(reference).__name__}")
     if any(p.is_meta for p in reference.parameters()):
-        raise ValueError("model_fn gives a model on meta: it has to have weights")
+        raise ValueError("model_fn returns a model on the meta device; it must have weights")
     model, optim, data = _sharded(layout_fn(copy.deepcopy(reference)))
     yield list(find_unmatched(model, optim, reference, frozen))
     yield list(find_misread(model, optim, reference))
 
     device = next(model.parameters()).device
     run = Run(model.eval(), optim, reference.to(device).eval(), data, loss_fn, backward_fn)
-    yield run.compare_weights("layout_fn has changed it: model_fn makes the weights")
+    yield run.compare_weights("layout_fn has changed it; weights must come from model_fn")
     for step in range(steps):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + step)
@@ -193,36 +193,36 @@ def _stages(
         yield run.backward(tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
         optim.step()
         run.reference_optim.step()
-        yield run.compare_weights("gradients were the same bits: the step, or a hook, changed it")
-        model.zero_grad()  # of parameters in no group, too
+        yield run.compare_weights("gradients were bit-identical: the step or a hook changed it")
+        model.zero_grad()  # includes parameters in no group
     idle = [name for name in run.params if name in (run.idle or ())]
-    yield list(find_frozen(idle, len(run.params), frozen, "no step has given them a gradient"))
+    yield list(find_frozen(idle, len(run.params), frozen, "they had no gradient in any step"))
     yield run.compare_checkpoint()
     others = len(run.params) - len(run.exact)
-    moved = f"within {run.weights:.1g} of what they moved" if run.weights else "equal"
+    moved = f"within {run.weights:.1g} of their change" if run.weights else "equal"
     noisy = f", but {counted(run.noisy, 'parameter')} within bf16's rounding" if run.noisy else ""
     facts += [
         f"{steps} steps on {dist.get_world_size()} ranks: {counted(run.exact, 'parameter')} of "
-        f"Muon's bit-equal to the unsharded run's, {others} others {moved}",
-        f"gradients within {run.gradients:.1g} of those of the whole batch{noisy}",
-        "the checkpoint, loaded by one process, has the same weights and state",
+        f"Muon bit-identical to the unsharded run, {others} others {moved}",
+        f"gradients within {run.gradients:.1g} of the unsharded run's{noisy}",
+        "the checkpoint, loaded in one process, has the same weights and state",
     ]
 
 
 def _sharded(returned: Any) -> tuple[nn.Module, Muon, tuple[int, int]]:
-    """Model, optimizer in exact mode, and which part of the data, from what layout_fn returned."""
+    """Model, optimizer in exact mode, and this rank's part of the data, from layout_fn's result."""
     parts: list[Any] = list(returned) if isinstance(returned, tuple) else [returned]
     model, optim, ranks = [*parts, None, None][:3]
     if optim is None and isinstance(model, nn.Module):
         optim = Muon.for_model(model, lr=1e-3)
     if not isinstance(model, nn.Module) or not isinstance(optim, Muon):
         raise TypeError(
-            "layout_fn returns a model, (model, Muon), or (model, Muon, mesh of the data), found "
+            "layout_fn must return model, (model, Muon), or (model, Muon, mesh of the data), found "
             f"{type(model).__name__}, {type(optim).__name__}"
         )
     for group in optim.param_groups:
         group["ns_dtype"] = None
-        if not isinstance(group["lr"], Tensor) and group["lr"] == 0:  # a schedule's first
+        if not isinstance(group["lr"], Tensor) and group["lr"] == 0:  # the start of a schedule
             group["lr"] = 1e-3
     optim._settings = dataclasses.replace(optim._settings, exact=True, comm_dtype=None)
     optim.qk_recorder = None
@@ -235,12 +235,12 @@ def _sharded(returned: Any) -> tuple[nn.Module, Muon, tuple[int, int]]:
 def _tokens(model: nn.Module, parts: int) -> Tensor:
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not tables:
-        raise ValueError("the model has no nn.Embedding, so it takes no tokens: give batch_fn")
+        raise ValueError("the model has no nn.Embedding, so it takes no tokens: pass batch_fn")
     return torch.randint(tables[0].num_embeddings, (_SAMPLES * parts, _TOKENS))
 
 
 def _raised(error: Exception) -> Trap:
-    """What an exception says, the caller's line that led to it, and the line that raised it."""
+    """An exception, the caller's line that led to it, and the line that raised it."""
     packages, trace = ("torch.", __name__.rpartition("extras.")[0]), error.__traceback__
     callers, last = "", ""
     while trace is not None:

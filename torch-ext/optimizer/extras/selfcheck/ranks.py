@@ -1,4 +1,4 @@
-"""Runs a check on the ranks that there are, or on CPU ranks that it starts; exchanges findings."""
+"""Runs a check on the existing ranks, or on CPU ranks that it starts; exchanges findings."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-_TIMEOUT = timedelta(minutes=5)  # until the others end where one rank has died
-_GRACE = timedelta(seconds=10)  # for the others, where one rank has raised, to raise, too
-_exchanges = itertools.count()  # the same number on all ranks, which exchange in the same order
+_TIMEOUT = timedelta(minutes=5)  # until the other ranks end after one has died
+_GRACE = timedelta(seconds=10)  # for the others to raise after one rank has raised
+_exchanges = itertools.count()  # equal on all ranks, which exchange in the same order
 
 
 class Alone(Exception):
-    """One rank raised, and others may be in a collective with it: what ``check`` would return."""
+    """One rank raised while others may be in a collective; the arguments are ``check``'s result."""
 
     def __str__(self) -> str:
-        return "one rank raised, and the others have not answered"
+        return "one rank raised, and the others did not answer"
 
 
 def run_on_ranks(check: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
-    """What ``check(*arguments)`` returns on rank 0: plain data, as JSON has it.
+    """Returns what ``check(*arguments)`` returns on rank 0: plain data, after a JSON round trip.
 
-    It runs in this process where a process group is initialized or torchrun has started ranks.
-    Otherwise ``ranks`` processes are started for it, which meet over gloo on the CPU. They import
-    the main script, then unpickle the arguments.
+    It runs in this process if a process group is initialized or torchrun has started ranks.
+    Otherwise it starts ``ranks`` processes, connected by gloo on the CPU, which import the main
+    script and unpickle the arguments.
 
     Raises:
-        Alone: from what one rank raised, where the ranks were there before.
-        ValueError: processes can't import the functions.
+        Alone: one rank raised, and the ranks existed before.
+        ValueError: processes cannot import the functions.
     """
     if dist.is_initialized():
         return check(*arguments)
@@ -50,10 +50,10 @@ def run_on_ranks(check: Callable[..., Any], arguments: tuple[Any, ...], ranks: i
     except Exception as error:
         if not store.check(["begun"]):
             raise ValueError(
-                "processes that are started import the script, and could not take the functions "
-                f"from it ({str(error).strip().splitlines()[0]}): write it to a file, load the "
-                "package and define the functions at its top level, no lambdas, and call selfcheck "
-                'below if __name__ == "__main__":. Or start the script by torchrun'
+                "the processes that selfcheck starts could not import the functions from the "
+                f"script ({str(error).strip().splitlines()[0]}). Save it to a file, load the "
+                "package and define the functions at its top level (no lambdas), call selfcheck "
+                'below if __name__ == "__main__":. Or start the script with torchrun'
             ) from None
         if not store.check(["result"]):
             raise
@@ -67,7 +67,7 @@ def _run_rank(rank: int, ranks: int, port: int, check: Callable[..., Any], argum
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
     try:
         result = check(*arguments)
-    except Alone as ended:  # whose process ends, and with it the others
+    except Alone as ended:  # ends this process, and then the others
         store.compare_set("result", "", json.dumps(ended.args))
         raise
     if rank == 0:
@@ -77,12 +77,12 @@ def _run_rank(rank: int, ranks: int, port: int, check: Callable[..., Any], argum
 
 
 def gather_json(value: Any, has_raised: bool = False) -> list[Any]:
-    """The values of all ranks, in order, as JSON has them.
+    """The values of all ranks, in order, after a JSON round trip.
 
-    All ranks that have raised give the value of the first, since others may raise because it ended.
+    All ranks that raised give the first one's value: the others may have raised because it ended.
 
     Raises:
-        DistStoreError: this rank has raised, and others have not answered soon.
+        DistStoreError: this rank raised, and others did not answer in time.
     """
     store, key = dist.distributed_c10d._get_default_store(), f"selfcheck/{next(_exchanges)}"
     text = json.dumps(value)

@@ -1,4 +1,4 @@
-"""Finds what groups and options show to be wrong before any step, by the traps of `describe`."""
+"""Finds faults of groups and options before any step, with the traps of `describe`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ..describe.subject import Subject, names_of
 from ..describe.table import collect_by
 from ..describe.traps import find_warnings
 
-# Advice about what a caller may well mean: rates, and convolutions left to AdamW.
+# Kinds of advice that a caller may ignore on purpose: rates, and convolutions left to AdamW.
 _ADVICE = ("lr", "convolutions")
 _OF_RANKS = ("replicas", "flat")
 _READ = ("expert_keys", "split", "flatten", "adjust_lr")
 _ROUTERS = ("router", "gate", "wg")
-# What stacks of experts are called that take the layer's input, and that give its output.
+# Names of stacks of experts that read the layer's input, and that make its output.
 _UP, _DOWN = ("w1", "w3", "gate", "up", "gate_proj", "up_proj"), ("w2", "down", "down_proj")
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by their names without the components that wrappers add."""
+    """Parameters by name, without the name components that wrappers add."""
     params = dict(model.named_parameters())
     return dict(zip(normalize_names(params), params.values()))
 
@@ -41,7 +41,7 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
 def find_unmatched(
     model: nn.Module, optim: Muon, reference: nn.Module, frozen: Sequence[str]
 ) -> Iterator[Trap]:
-    """Parameters that the optimizer, the sharded and the unsharded model do not all have."""
+    """Parameters missing from the optimizer, the sharded model or the unsharded model."""
     params, twins = named(model), named(reference)
     held = {id(p) for group in optim.param_groups for p in group["params"]}
     unknown = len(held - {id(p) for p in params.values()})
@@ -51,14 +51,14 @@ def find_unmatched(
             f"groups made before sharding: they hold {unknown} of {len(held)} parameters that the "
             "model does not have",
             tuple(name for name, p in params.items() if id(p) not in held),
-            "fully_shard, .to_empty() and others put new parameters there, which nothing trains",
-            Remedy(wording="make groups and optimizer from the model as it is trained"),
+            "fully_shard, .to_empty() and others replace parameters; nothing trains the new ones",
+            Remedy(wording="make groups and optimizer after sharding"),
         )
         return
     others = tuple(sorted(params.keys() ^ twins.keys()))
     if others:
         what = f"{counted(others, 'parameter')} only before or only after layout_fn"
-        why = "parameters that it adds, ties or renames can't be compared: model_fn makes them"
+        why = "parameters that it adds, ties or renames can't be compared: do that in model_fn"
         yield Trap("names", f"{what}: {others[0]}", others, why)
     shapes = {n: (tuple(p.shape), tuple(twins[n].shape)) for n, p in params.items() if n in twins}
     changed = [name for name, (found, right) in shapes.items() if found != right]
@@ -66,25 +66,25 @@ def find_unmatched(
         found, right = shapes[changed[0]]
         kind = "a transposed stack or matrix" if {*found} == {*right} else "another shape"
         what = f"{kind}: {changed[0]} is {found} after layout_fn and {right} before"
-        yield Trap("shape", what, tuple(changed), "matrices are read from what is trained")
+        yield Trap("shape", what, tuple(changed), "Muon's matrices are those of the new shape")
     still = [n for n, p in params.items() if not (p.requires_grad and id(p) in held)]
     yield from find_frozen(still, len(params), frozen, "requires_grad=False, or in no group")
 
 
 def find_frozen(names: Sequence[str], total: int, meant: Sequence[str], why: str) -> Iterator[Trap]:
-    """Parameters that do not train and are not meant to stay as they are."""
+    """Parameters that are not trained and not listed as ``meant``."""
     patterns = {*meant, *map(normalize_name, meant)}
     names = [name for name in names if not any(matches(name, pattern) for pattern in patterns)]
     if names:
         what = f"frozen: nothing trains {len(names)} of {total} parameters"
-        remedy = Remedy(wording="selfcheck(..., frozen=[…]) where that is meant, names or patterns")
+        remedy = Remedy(wording="if on purpose: selfcheck(..., frozen=[…]), names or patterns")
         yield Trap("frozen", what, tuple(names), why, remedy)
 
 
 def find_misread(model: nn.Module, optim: Muon, reference: nn.Module) -> Iterator[Trap]:
-    """Matrices that the optimizer reads otherwise than the model holds them; and what `describe`
-    warns of: replicas and flat parameters in the sharded model, all else in the unsharded one,
-    whose modules still tell their sizes."""
+    """Parameters that the optimizer reads as other matrices than the model holds, and the traps of
+    `describe`: about replicas and flat parameters in the sharded model, and about all else in the
+    unsharded model, whose modules still have their full sizes."""
     views = {id(p): view for view in optim._read_groups() for p in view.params}
     trained = {
         name: {key: getattr(views[id(p)], key) for key in ("use_muon", *_READ)}
@@ -97,7 +97,7 @@ def find_misread(model: nn.Module, optim: Muon, reference: nn.Module) -> Iterato
     for each in trained.values():
         if each["use_muon"] and each not in readings:
             readings.append(each)
-    # A pattern of one group's may be about another's matrices.
+    # A pattern in one group may be meant for another group's matrices.
     ignored = (*_ADVICE, *_OF_RANKS, *(("expert_keys", "split") if len(readings) > 1 else ()))
     for reading in readings or [{}]:
         alike = {n: each for n, each in trained.items() if each == reading or not each["use_muon"]}
@@ -109,7 +109,7 @@ def find_misread(model: nn.Module, optim: Muon, reference: nn.Module) -> Iterato
 
 
 def _subject(model: nn.Module, trained: Mapping[str, Any], options: Mapping[str, Any]) -> Subject:
-    """Parameters that are trained, with the algorithms of their groups, in place of the default."""
+    """The trained parameters, with the algorithms of their groups instead of the default ones."""
     algorithms = {True: "Muon", False: "AdamW"}
     decisions = [
         dataclasses.replace(d, algorithm=algorithms[trained[d.name]["use_muon"]])
@@ -120,31 +120,31 @@ def _subject(model: nn.Module, trained: Mapping[str, Any], options: Mapping[str,
     return Subject(Assignment(model, infos_of(model), decisions, *read, []), None, options)
 
 
-# Of each fault of stacks: its kind, what it is, why it matters, and what to write.
+# Faults of stacks: kind, what is wrong, why it matters, and what to write.
 _FAULTS = {
     "slab": (
         "experts",
-        "experts not named: {} of experts trained as one slab each",
-        "all experts of a stack share singular values: an idle one gets updates of the others",
-        "expert_keys=[…] of (experts, rows, cols), or split= the rows of one expert",
+        "experts not named: {} of experts trained as one matrix each",
+        "all experts of a stack share singular values: idle experts get the others' updates",
+        "expert_keys=[…] for (experts, rows, cols), or split= the number of rows of an expert",
     ),
     "order": (
         "transposed",
         "a transposed stack: {} whose first dimension does not count experts",
-        "expert_keys takes leading dimensions to count matrices",
-        "(experts, rows, cols)",
+        "with expert_keys, leading dimensions count matrices",
+        "store (experts, rows, cols)",
     ),
     "sides": (
         "transposed",
         "a transposed stack: {} stored (experts, in, out)",
-        "adjust_lr scales by sqrt(rows/cols), which is upside down for them",
+        "adjust_lr scales by sqrt(rows/cols), which is inverted for them",
         'adjust_lr="match_rms_adamw"',
     ),
 }
 
 
 def _stacks(subject: Subject) -> Iterator[Trap]:
-    """Stacks of experts that are one slab, or whose dimensions are in another order."""
+    """Stacks of experts read as one matrix, or with dimensions in the wrong order."""
     muons = subject.by_algorithm("Muon")
     for fault, decisions in collect_by(muons, lambda d: _fault(d, subject)).items():
         if fault is not None:
@@ -175,7 +175,7 @@ def _fault(decision: Decision, subject: Subject) -> Optional[str]:
 
 
 def _experts(decision: Decision, subject: Subject) -> tuple[Optional[int], Optional[int]]:
-    """How many experts a stack has and how wide their input is: by the router, or by a config."""
+    """Number of experts in a stack, and width of their input, from the router or a config."""
     for module in subject.info(decision).above[:2]:
         for name, child in module.named_children():
             weight = getattr(child, "weight", None) if name in _ROUTERS else None
@@ -185,7 +185,7 @@ def _experts(decision: Decision, subject: Subject) -> tuple[Optional[int], Optio
 
 
 def _is_stack(decision: Decision, key: str, count: Optional[int]) -> bool:
-    """Whether a tensor holds several experts, unlike those of ``experts.3`` and shared ones."""
+    """True if a tensor holds several experts, unlike ``experts.3`` or a shared expert."""
     components, shape = decision.name.split("."), decision.param.shape
     if len(shape) > 2:
         return True
@@ -195,7 +195,7 @@ def _is_stack(decision: Decision, key: str, count: Optional[int]) -> bool:
 
 
 def _splits(subject: Subject) -> Iterator[Trap]:
-    """Splits of fused weights that cut elsewhere than between what they hold."""
+    """Splits of fused weights that do not cut between the matrices they hold."""
     wrong = []
     for decision in subject.by_algorithm("Muon"):
         if subject.assignment.split is None:
@@ -215,15 +215,15 @@ def _splits(subject: Subject) -> Iterator[Trap]:
         patterns = split_patterns(splits, names_of(subject.by_algorithm("Muon")))
         yield Trap(
             "split",
-            f"a wrong split: matrices of {first.name} have rows of several of {fused.holds}",
+            f"a wrong split: matrices of {first.name} mix rows of {fused.holds}",
             tuple(splits),
-            "each matrix is orthogonalized by itself: it has to lie within one of them",
+            "Muon orthogonalizes each matrix separately: it must lie within one of them",
             Remedy({"split": patterns}),
         )
 
 
 def _mixes(actual: Matrices, known: Matrices) -> bool:
-    """Whether a matrix of one reading has elements of several matrices of another."""
+    """True if a matrix of one reading has elements from several matrices of the other."""
     matrices_of, number = torch.empty(known.shape, dtype=torch.int32), itertools.count()
     for block in known.blocks:
         view = _view(block, matrices_of)
@@ -237,6 +237,6 @@ def _mixes(actual: Matrices, known: Matrices) -> bool:
 
 
 def _view(block: Any, tensor: Tensor) -> Tensor:
-    """A block's elements in a whole tensor: (matrices…, rows…, cols…)."""
+    """A block's elements of a whole tensor: (matrices…, rows…, cols…)."""
     everything = regions.whole(tensor.shape)
     return block.local_part(regions.whole(block.shape), everything).of(tensor)
