@@ -735,7 +735,7 @@ def test_a_checkpoint_without_the_residual_of_a_matrix_is_refused():
     optim = trained(2, torch.bfloat16, weight_rounding="exact")[1]
     saved = through_torch_save(optim.state_dict())
     del saved["state"][1]["weight_residual"]
-    with pytest.raises(ValueError, match=r"qkv\.weight .* lack weight_residual"):
+    with pytest.raises(ValueError, match=r"qkv\.weight but not weight_residual"):
         optim.load_state_dict(saved)
 
 

@@ -1,12 +1,12 @@
 """Allocates page-locked host memory for state, in few large segments that tensors share.
 
-torch rounds every page-locked allocation up to a power of two. So the arena maps ordinary memory,
-to the page, and registers it with the device's driver where torch has a call for that. Elsewhere
-tensors fill segments up to a power of two, as far as they fit.
+torch rounds every page-locked allocation up to a power of two. So the arena maps whole pages of
+ordinary memory, and registers them with the device's driver if torch has a call for that. If not,
+tensors share segments whose size is a power of two or less.
 
-A tensor is an interval of its segment with a storage of its own: what is pickled or saved is the
-tensor alone. Each tensor keeps its segment alive (`torch.frombuffer` keeps its buffer), the arena
-keeps none: a segment is freed when the last of its tensors is.
+A tensor is an interval of its segment with its own storage, so pickles and files contain the tensor
+alone. Each tensor keeps its segment alive (`torch.frombuffer` keeps its buffer), and the arena does
+not: a segment is freed with the last of its tensors.
 """
 
 from __future__ import annotations
@@ -26,28 +26,26 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-# Alignment of tensors, in bytes, as in torch; the padding between neighbours belongs to no tensor.
+# Alignment of tensors, in bytes, as in torch; the padding between neighbors belongs to no tensor.
 PADDED_TO = 64
 
-# Large enough that a page and a driver's call for each segment cost nothing, small enough that
-# memory is freed in pieces when tensors die one by one.
+# Large enough that a page and a driver call per segment cost nothing, and small enough that memory
+# is freed in pieces when tensors die one by one.
 SEGMENT_BYTES = 2**28
 
 
 class Arena:
-    """Host memory of the state of an optimizer.
+    """Host memory for an optimizer's state.
 
     Args:
-        device: the one that copies go to and come from; for a CPU, memory is ordinary.
-        register: page-locks memory, given its address and bytes; raises RuntimeError where it
-            can't. By default the driver's call where ``device`` is CUDA's or ROCm's, and none
-            elsewhere.
+        device: the device that copies go to and come from; for a CPU, memory is ordinary.
+        register: page-locks memory, given its address and bytes; raises RuntimeError if it can't.
+            The default is the driver's call if ``device`` is CUDA's or ROCm's, else none.
         unregister: undoes `register`, given the address, before the memory is freed.
-        drain: makes the host wait for copies from and to the arena; called before `unregister`,
-            and where there is none, before the memory is freed.
+        drain: makes the host wait for copies from and to the arena; called before `unregister`, or,
+            without one, before the memory is freed.
 
-    Where memory can't be page-locked, a warning says so once, and the arena's memory is ordinary
-    from then on.
+    If memory can't be page-locked, the arena warns once, and uses ordinary memory from then on.
     """
 
     def __init__(
@@ -66,19 +64,19 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that are alive: what the arena takes from the host now."""
+        """Bytes of all live segments: the arena's current use of host memory."""
         return sum(list(self._sizes.values()))
 
     def allocate(self, nbytes: Sequence[int]) -> list[Tensor]:
-        """Zeroed uint8 tensors of shape ``(nbytes[i],)``, each with a storage of its own.
+        """Allocates zeroed uint8 tensors of shape ``(nbytes[i],)``, each with its own storage.
 
-        Tensors that share a segment lie in this order, `PADDED_TO` bytes aligned, without other
-        gaps; empty tensors have no memory.
+        Tensors that share a segment lie in this order, aligned to `PADDED_TO` bytes, without other
+        gaps. Empty tensors have no memory.
         """
         ends = [0, *accumulate(-(-n // PADDED_TO) * PADDED_TO for n in nbytes)]
         tensors, first = [], 0
         while first < len(nbytes):
-            # A tensor that is larger than other segments begins one of a power of two.
+            # A tensor larger than a usual segment begins a segment of a power of two.
             power = 1 << (ends[first + 1] - ends[first] - 1).bit_length()
             last = bisect_right(ends, ends[first] + max(SEGMENT_BYTES, power)) - 1
             size = ends[last] - ends[first]
@@ -89,14 +87,14 @@ class Arena:
         return tensors
 
     def _segment(self, nbytes: int) -> Any:
-        """A buffer over new zeroed memory, page-locked if possible, which the buffer keeps."""
+        """A buffer that owns new zeroed memory, page-locked if possible."""
         memory: Optional[Tensor] = None
         undo = [self._drain]
         try:
             if self._register is not None:
-                # Whole pages: registrations that share one fail. And a shared mapping, mmap's
-                # default: Linux copies page-locked private pages as soon as a process forks, so
-                # that each worker of a data loader would take as much memory as all the state.
+                # Whole pages, since registrations that share a page fail. The mapping is shared,
+                # mmap's default: Linux copies page-locked private pages when a process forks, so
+                # each worker of a data loader would use as much memory as all the state.
                 nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
                 memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
                 self._register(memory.data_ptr(), nbytes)
@@ -119,12 +117,12 @@ class Arena:
         segment.memory = memory
         self._sizes[address] = nbytes
         finalizer = weakref.finalize(segment, _release, self._sizes, address, undo, os.getpid())
-        finalizer.atexit = False  # the driver may be gone by then, and tensors still in use
+        finalizer.atexit = False  # at exit the driver may be gone and tensors still in use
         return segment
 
 
 def _interval(segment: Any, offset: int, nbytes: int) -> Tensor:
-    if nbytes == 0:  # frombuffer refuses
+    if nbytes == 0:  # which frombuffer rejects
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(segment, dtype=torch.uint8, count=nbytes, offset=offset)
 
@@ -134,19 +132,19 @@ def _release(
 ) -> None:
     """Runs when a segment dies, before its memory is freed."""
     del sizes[address]
-    if os.getpid() == process:  # a fork has the memory, but no driver that works
+    if os.getpid() == process:  # a fork has the memory, but no working driver
         for action in undo:
             action()
 
 
 def _register(device: torch.device, address: int, nbytes: int) -> None:
     cudart: Any = torch.cuda.cudart()
-    # With this device current: the call makes a context on the current one, where there is none.
+    # This device must be current: the call creates a context on the current device if it has none.
     with torch.accelerator.device_index(device.index):
         result = cudart.cudaHostRegister(address, nbytes, 1)  # 1: portable, for all devices
         if int(result) == 0:
             return
-        # The runtime keeps the error until it is asked for: torch asks after its next kernel.
+        # The runtime keeps the error until someone reads it, as torch does after its next kernel.
         with suppress(RuntimeError):
             torch.ones(1, device=device)
     raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")

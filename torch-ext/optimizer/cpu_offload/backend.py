@@ -1,9 +1,9 @@
 """Issues copies between host and device on streams, and the events that order these copies.
 
-A *queue* is a stream: ``COMPUTE`` is the current one, on which the step's arithmetic runs; ``IN``
-carries copies to the device and ``OUT`` copies to the host. The work of one queue is in order; an
-event recorded on one queue and waited for on another orders the two. The host waits in
-`Backend.synchronize` and `Backend.drain` only.
+A *queue* is a stream: ``COMPUTE`` is the current stream, which runs the step's arithmetic; ``IN``
+carries copies to the device, ``OUT`` copies to the host. Work on one queue runs in order; an event
+recorded on one queue and waited for on another orders the two. The host waits only in
+`Backend.synchronize` and `Backend.drain`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ COMPUTE, IN, OUT = "compute", "in", "out"
 
 
 class Backend:
-    """Copies, events and memory of an accelerator, whose streams for copies are made when used."""
+    """Copies, events and memory of an accelerator; streams for copies are created on first use."""
 
-    hosts_parameters = False  # whether CPU parameters count as an accelerator's, in host memory
+    hosts_parameters = False  # True if CPU parameters count as an accelerator's, in host memory
 
     def __init__(self, device: torch.device):
         self.device = device
         self._streams: dict[str, torch.Stream] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Uninitialized bytes on the device, for work of the ``COMPUTE`` queue from now on."""
+        """Allocates uninitialized bytes on the device, for later work on the ``COMPUTE`` queue."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def free(self, memory: Tensor) -> None:
-        """Called before memory from `allocate` is freed, when all queues are done with it, or the
-        ``COMPUTE`` queue waits until they are."""
+        """Called before memory from `allocate` is freed, when all queues are done with it or the
+        ``COMPUTE`` queue waits for them."""
 
     def _stream(self, name: str) -> torch.Stream:
         if name == COMPUTE:
@@ -42,17 +42,17 @@ class Backend:
         return self._streams[name]
 
     def record(self, on: str) -> Any:
-        """An event after everything that has been given to a queue so far."""
-        return self._stream(on).record_event()  # without timing, which would cost
+        """Records an event after all work issued to a queue so far."""
+        return self._stream(on).record_event()  # without timing, which would take time
 
     def wait(self, on: str, event: Any) -> None:
         """Makes a queue wait for an event."""
         self._stream(on).wait_event(event)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copies flat tensors, one by one, on the ``IN`` or the ``OUT`` queue."""
-        # Makes the stream and its device current, and afterwards those that were. Until torch 2.13
-        # a stream can't be entered twice at a time, so nothing in here may call this again.
+        """Copies flat tensors, one by one, on the ``IN`` or ``OUT`` queue."""
+        # The context makes the stream and its device current, and restores the previous ones. Until
+        # torch 2.13 a stream can't be entered twice, so nothing in here may call this again.
         with self._stream(on):
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
@@ -62,9 +62,9 @@ class Backend:
         event.synchronize()
 
     def drain(self) -> None:
-        """Makes the host wait for all copies, which may not keep alive the memory they use."""
+        """Makes the host wait for all copies, which may not keep their memory alive."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def recover(self) -> None:
-        """Forgets copies that have failed, whose tensors nobody uses any more."""
+        """Forgets failed copies, whose tensors are no longer used."""

@@ -1,4 +1,4 @@
-"""Decides which state lives in host memory, and moves it there; makes the rings that prefetch."""
+"""Decides which state lives in host memory, moves it there, and creates the prefetching rings."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from .arena import Arena
 from .backend import IN, OUT, Backend
 from .ring import Fetch, Load, Ring, dense_stride
 
-# Device memory for loads, by default: a share of the state, or so many bytes if they are more.
+# Default device memory for loads: this share of the state, but at least so many bytes.
 SLOT_SHARE = 0.05
 LEAST_SLOT_BYTES = 512 << 20
 
-# Accelerators with memory of their own, and streams.
+# Accelerators with their own memory and streams.
 DEVICE_TYPES = ("cuda", "xpu", "mtia", "hpu", "npu", "privateuseone")
 
-# The state that may live in host memory: all but AdamW's count of steps.
+# The state that may live in host memory: everything except AdamW's step count.
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "weight_residual")
 
-State = Mapping[Any, Any]  # of an optimizer
-Params = Iterable[tuple[Tensor, bool]]  # and whether they are Muon's
-# A tensor to be offloaded: the state of its parameter, its key there, the tensor, and the device on
-# which it is used.
+State = Mapping[Any, Any]  # an optimizer's state
+Params = Iterable[tuple[Tensor, bool]]  # each parameter with True if it is Muon's
+# A tensor to be offloaded: its parameter's state, its key there, the tensor, and the device that
+# uses it.
 KeyedState = tuple[MutableMapping[str, Tensor], str, Tensor, torch.device]
 
 
 class OffloadedTensor(NamedTuple):
     """A tensor of the state that lives in host memory."""
 
-    tensor: Tensor  # the one in the optimizer's state
+    tensor: Tensor  # the tensor in the optimizer's state
     host: Tensor  # its local tensor
-    device: torch.device  # on which it is used
+    device: torch.device  # the device that uses it
 
 
 class OffloadDevice(NamedTuple):
-    """What copies to and from a device, and the host memory of the state that is used there."""
+    """The backend that copies to and from a device, and host memory for the device's state."""
 
     backend: Backend
     arena: Arena
 
 
 class CPUOffload:
-    """The state of an optimizer that lives in host memory, and its way to the devices and back."""
+    """Keeps an optimizer's state in host memory, and prepares its copies to devices and back."""
 
     def __init__(self) -> None:
         self.is_on = False
         self._slot_bytes: Optional[int] = None
-        self._backend: Optional[Backend] = None  # instead of the devices' own
+        self._backend: Optional[Backend] = None  # replaces the devices' own backends
         self._devices: dict[torch.device, OffloadDevice] = {}
         self._offloaded: dict[int, OffloadedTensor] = {}  # by id of the tensor in the state
 
@@ -64,7 +64,7 @@ class CPUOffload:
         return self._devices[device]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the user has set: memory, streams and a backend belong to one process."""
+        """Only the user's settings: memory, streams and a backend belong to one process."""
         return {key: vars(self)[key] for key in ("is_on", "_slot_bytes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -91,11 +91,11 @@ class CPUOffload:
         self.offload_missing(state, params)
 
     def turn_off(self, state: State) -> None:
-        """Moves all state back to where its parameters are."""
+        """Moves all state back to the devices of its parameters."""
         self.is_on = False
         self.synchronize()
         self._backend, self._devices = None, {}
-        for param in state:  # also those that have left the groups
+        for param in state:  # including parameters that have left the groups
             for key, tensor in _state_tensors(state, param).items():
                 offloaded = self._offloaded.get(id(tensor))
                 is_muon = "momentum_buffer" in state[param]
@@ -104,11 +104,11 @@ class CPUOffload:
                     on_device = offloaded.host.to(offloaded.device, copy=True)
                     state[param][key] = with_local(tensor, on_device)
 
-    # -- what lives in host memory ---------------------------------------------------------------
+    # -- state in host memory --------------------------------------------------------------------
 
     def is_on_host(self, param: Tensor) -> bool:
-        """Whether a parameter of Muon's and its gradient are in host memory, to be computed with on
-        a device."""
+        """True if a Muon parameter and its gradient are in host memory, but a device computes with
+        them."""
         if self._backend is not None and param.device.type == "cpu":
             return self._backend.hosts_parameters
         return param.device != compute_device(param)
@@ -116,7 +116,7 @@ class CPUOffload:
     def destination(self, param: Tensor, is_muon: bool) -> Optional[torch.device]:
         """The device that uses a parameter's state from host memory; None if it lives elsewhere.
 
-        AdamW of a parameter in host memory is done there.
+        AdamW updates a parameter in host memory there.
         """
         if self.is_on_host(param):
             return compute_device(param) if is_muon else None
@@ -126,15 +126,15 @@ class CPUOffload:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is any state in host memory."""
+        """True if any state is in host memory."""
         return bool(self._offloaded)
 
     def can_offload(self, params: Params) -> bool:
-        """Whether any of these has state to offload, now or after the first step."""
+        """True if any of these parameters has state to offload, now or after the first step."""
         return any(self.destination(param, is_muon) is not None for param, is_muon in params)
 
     def offload_missing(self, state: State, params: Params) -> None:
-        """Moves all state of parameters to host memory that belongs there and is elsewhere."""
+        """Moves the parameters' state to host memory if it belongs there and isn't there yet."""
         missing = [
             (state[param], key, tensor, destination)
             for param, is_muon in params
@@ -144,14 +144,14 @@ class CPUOffload:
             if id(tensor) not in self._offloaded
         ]
         self.move_to_host(missing)
-        # Also of parameters that have been swapped out of the groups, and may come back.
+        # This keeps state of parameters that were swapped out of the groups and may come back.
         kept = {id(t) for param in state for t in _state_tensors(state, param).values()}
         if len(kept) < len(self._offloaded):
             self.synchronize()
             self._offloaded = {key: t for key, t in self._offloaded.items() if key in kept}
 
     def move_to_host(self, states: Sequence[KeyedState]) -> None:
-        """Moves tensors to host memory, wherever they are; those on meta become zeros."""
+        """Moves tensors from any device to host memory; meta tensors become zeros."""
         by_device: dict[torch.device, list[KeyedState]] = defaultdict(list)
         for keyed in states:
             by_device[keyed[-1]].append(keyed)
@@ -167,14 +167,14 @@ class CPUOffload:
                 self._offloaded[id(tensor)] = OffloadedTensor(tensor, host, device)
 
     def clear(self) -> None:
-        """Frees all memory: nobody uses the offloaded state any more, even where a copy failed."""
+        """Frees all memory when the offloaded state is no longer used, also after a failed copy."""
         for device in self._devices.values():
             device.backend.recover()
         self.synchronize()
         self._offloaded = {}
 
     def synchronize(self) -> None:
-        """Makes the host wait for all copies: host memory has the newest of everything then."""
+        """Makes the host wait for all copies; then host memory is up to date."""
         for device in self._devices.values():
             for queue in (OUT, IN):
                 device.backend.synchronize(device.backend.record(queue))
@@ -182,18 +182,18 @@ class CPUOffload:
     # -- within a step -------------------------------------------------------------------------
 
     def fetch(self, tensor: Optional[Tensor], part: Tensor) -> Optional[Fetch]:
-        """What brings a part of a tensor of the state to its device; None where it needs no
+        """The fetch that brings a part of a state tensor to its device; None if it needs no
         copy."""
         offloaded = self._offloaded.get(id(tensor))
         return None if offloaded is None else Fetch(part, offloaded.device)
 
     def slot_bytes(self, device: torch.device) -> int:
-        """Device memory for the loads of a step."""
+        """Bytes of device memory for the loads of a step."""
         nbytes = sum(t.host.nbytes for t in self._offloaded.values() if t.device == device)
         return self._slot_bytes or max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
 
     def rings(self, loads: Iterable[Load]) -> dict[torch.device, Ring]:
-        """The rings of a step on each device, for loads in the order of their use."""
+        """The ring of each device for a step; loads are in the order of their use."""
         by_device: dict[torch.device, list[Load]] = defaultdict(list)
         for load in loads:
             if load.device is not None:
@@ -204,14 +204,14 @@ class CPUOffload:
         }
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
-        """Makes the host wait for parameters in host memory that these devices have updated."""
+        """Makes the host wait until these devices have updated parameters in host memory."""
         for device in hosted:
             backend = self._device(device).backend
             backend.synchronize(backend.record(OUT))
 
 
 def _state_tensors(state: State, param: Any) -> dict[str, Tensor]:
-    """A parameter's tensors of state, by key."""
-    # Under keys that are no parameters, torch's users may keep what they like.
+    """A parameter's state tensors, by key."""
+    # Under keys that aren't parameters, users may keep any objects.
     param_state = state.get(param, {}) if isinstance(param, Tensor) else {}
     return {key: param_state[key] for key in KEYS if param_state.get(key) is not None}

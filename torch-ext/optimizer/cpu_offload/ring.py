@@ -1,16 +1,16 @@
 """Brings state from host memory to the device and back, load by load, in the order of events.
 
-A load is what one event uses of the state: the momentum of a chunk, its residuals and second
-moments, or a part of AdamW's state. On each device loads take turns in a ring of memory. While the
-step uses one load, copies of the next ones to the device are under way, as many as there is room
-for, and copies of the last ones back to the host::
+A load is the state that one event uses: the momentum of a chunk, its residuals and second moments,
+or a part of AdamW's state. On each device, loads share a ring of memory. While the step uses one
+load, the next loads are copied to the device, as many as fit, and the last ones are copied back to
+the host::
 
-    IN       l0 l1 l2 ..... l3 l4          waits for the room that a load takes
+    IN       l0 l1 l2 ..... l3 l4          waits until the ring has room for a load
     COMPUTE     l0 l1 .... l2 l3 l4        waits for the load it is about to use
-    OUT            l0 l1 .... l2 l3 l4     waits until what it copies has been computed
+    OUT            l0 l1 .... l2 l3 l4     waits until its load has been computed
 
-The host waits for nothing. Memory of the ring is the current stream's: allocated there, and freed
-when that stream has been made to wait for the last copy.
+The host never waits. The ring's memory belongs to the current stream: it is allocated on that
+stream, and freed when the stream waits for the last copy.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from .backend import COMPUTE, IN, OUT, Backend
 
-# Alignment of tensors on the device, in bytes, as its own allocator has it.
+# Alignment of tensors on the device, in bytes, as in the device's allocator.
 ALIGNMENT = 256
 
 
 class Fetch(NamedTuple):
-    """A tensor in host memory that is needed on a device, and whether it is written there."""
+    """A tensor in host memory that a device needs; ``written`` is True if the device writes it."""
 
     host: Tensor
     device: torch.device
@@ -38,18 +38,18 @@ class Fetch(NamedTuple):
 
 
 class Load:
-    """What one event uses of host memory.
+    """The tensors in host memory that one event uses.
 
     Args:
-        columns: lists of the event, in the order in which it brings them; of each tensor its fetch,
-            or None where it is on the device already.
+        columns: the event's lists, in the order in which it brings them; each tensor is given by
+            its fetch, or None if it is on the device already.
 
     Attributes:
-        device: where it is used; None of a load that is empty.
-        nbytes: of its memory on the device, up to where another load's memory may begin.
-        is_written: whether any of it is copied back.
-        start: of its memory in the ring, in bytes.
-        arrived, freed: events in this step: it is on the device; its memory is free again.
+        device: the device that uses the load; None for an empty load.
+        nbytes: bytes on the device, padded to where another load may begin.
+        is_written: True if any part is copied back.
+        start: where the load's memory begins in the ring, in bytes.
+        arrived, freed: events in this step: the load is on the device; its memory is free again.
     """
 
     start: int
@@ -76,7 +76,7 @@ class Load:
         self.is_written = bool(self._copies_out)
 
     def overlaps(self, other: Load) -> bool:
-        """Whether two loads of a ring share memory."""
+        """True if two loads of a ring share memory."""
         return self.start < other.start + other.nbytes and other.start < self.start + self.nbytes
 
     def copy_in(self, backend: Backend, memory: Tensor) -> None:
@@ -90,7 +90,7 @@ class Load:
         self.freed = backend.record(OUT)
 
     def views(self, memory: Tensor) -> Iterator[list[Optional[Tensor]]]:
-        """Yields, column by column, the tensors in the load's memory on the device."""
+        """Yields the tensors in the load's memory on the device, column by column."""
         start = 0
         for column in self._columns:
             views: list[Optional[Tensor]] = []
@@ -106,7 +106,7 @@ class Load:
 
 
 def intervals(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor as flat views of intervals of memory, in the order in which they lie there."""
+    """Yields flat views of the memory intervals that make up a tensor, in memory order."""
     if not tensor.numel():
         return
     dims, inner = memory_order(tensor), 1
@@ -118,13 +118,13 @@ def intervals(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Dimensions of more than one index, the outermost in memory first."""
+    """Dimensions with more than one index, outermost in memory first."""
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     return sorted(dims, key=tensor.stride, reverse=True)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Strides without gaps that keep the order of dimensions: the tensor's, where it has no gap."""
+    """Strides without gaps in the same order of dimensions; unchanged if the tensor has no gap."""
     stride, inner = list(tensor.stride()), 1
     for dim in reversed(memory_order(tensor)):
         stride[dim] = inner
@@ -133,12 +133,12 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Ring:
-    """The loads of a step on one device.
+    """Device memory through which the loads of a step pass on one device.
 
     Args:
-        backend: of the device on which the loads are used.
-        slot_bytes: device memory for them; a load that is larger gets as much as it needs.
-        loads: in the order in which they are used.
+        backend: backend of the device that uses the loads.
+        slot_bytes: bytes of device memory; a larger load gets as much as it needs.
+        loads: the loads, in the order of their use.
     """
 
     def __init__(self, backend: Backend, slot_bytes: int, loads: Sequence[Load]):
@@ -148,27 +148,27 @@ class Ring:
         self._memory: Any = None
 
     def open(self) -> None:
-        """Allocates the ring, and starts to copy loads to it."""
+        """Allocates the ring and starts to copy loads into it."""
         sizes = [load.nbytes for load in self._loads]
         nbytes = min(max(self._slot_bytes, *sizes), sum(sizes))
         self._memory = self._backend.allocate(nbytes)
         self._head = 0
         self._pending = deque(self._loads)  # not in the ring yet
-        self._arriving: deque[Load] = deque()  # in the ring, and their use has not ended
-        self._leaving: list[Load] = []  # used, until another one takes their place
-        # The current stream may still use the ring's memory, or write what is to be copied.
+        self._arriving: deque[Load] = deque()  # in the ring, before the end of their use
+        self._leaving: list[Load] = []  # used, until another load takes their place
+        # The current stream may still use the ring's memory, or write to the sources of copies.
         self._backend.wait(IN, self._backend.record(COMPUTE))
         self._copy_in()
 
     def acquire(self, load: Load) -> Iterator[list[Optional[Tensor]]]:
-        """The load's tensors on the device, column by column, until it is released."""
+        """Returns the load's tensors on the device, column by column, valid until `release`."""
         if not self._arriving or self._arriving[0] is not load:
             raise RuntimeError("loads must be used in the order in which they were announced")
         self._backend.wait(COMPUTE, load.arrived)
         return load.views(self._memory_of(load))
 
     def release(self, load: Load) -> None:
-        """Ends the use of the load that was acquired."""
+        """Ends the use of the acquired load."""
         self._arriving.popleft()
         load.freed = self._backend.record(COMPUTE)
         if load.is_written:
@@ -181,7 +181,7 @@ class Ring:
         """Frees the ring; the current stream waits for the last copy, also after an error."""
         if self._memory is None:
             return
-        if self._arriving:  # an error kept them from being used
+        if self._arriving:  # loads that were not used because of an error
             self._backend.wait(COMPUTE, self._backend.record(IN))
         self._backend.wait(COMPUTE, self._backend.record(OUT))
         self._backend.free(self._memory)
@@ -191,7 +191,7 @@ class Ring:
         return self._memory[load.start : load.start + load.nbytes]
 
     def _copy_in(self) -> None:
-        """Starts copies of the next loads, as far as there is room."""
+        """Starts to copy the next loads, as far as they fit."""
         while self._pending:
             load = self._pending[0]
             if not self._make_room(load):
@@ -201,13 +201,13 @@ class Ring:
             load.copy_in(self._backend, self._memory_of(load))
 
     def _make_room(self, load: Load) -> bool:
-        """Places the next load; False while one whose use has not ended lies there."""
+        """Places the next load; returns False while a load that is still needed lies there."""
         load.start = self._head if self._head + load.nbytes <= self._memory.numel() else 0
         if any(map(load.overlaps, self._arriving)):
             return False
         overlapping = [other for other in self._leaving if load.overlaps(other)]
         self._leaving = [other for other in self._leaving if other not in overlapping]
-        # A copy back is after those before it, and after the use of what it copies.
+        # Copies back run in order, each after the use of its load: waiting for the last suffices.
         written = [other for other in overlapping if other.is_written]
         for other in dict.fromkeys((*written[-1:], *overlapping[-1:])):
             self._backend.wait(IN, other.freed)

@@ -176,7 +176,7 @@ class MeanGradients:
                 sent = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
                 self._pack(sent, bucket)
             mean = sent.new_empty(bucket.numel)
-        else:  # summed in place and kept as the mean, so no staging that a later bucket could take
+        else:  # summed in place and kept as the mean, so the buffer isn't staging to be reused
             sent = mean = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             self._pack(sent, bucket)
         work = _start_sum(sent, mean, self._group) if bucket.numel else None
@@ -282,7 +282,7 @@ class RowAllGather:
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: Any):
-        self._tensors = [tensor.detach() for tensor in tensors]  # they share version counters
+        self._tensors = [tensor.detach() for tensor in tensors]  # with shared version counters
         self._group = group
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scratch = Scratch()

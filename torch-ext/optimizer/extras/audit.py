@@ -83,10 +83,9 @@ class Report:
             decay, in fp32), ``change`` (of the weight, including QK-Clip) and ``lost`` (the part of
             the update lost to rounding). Others: ``shape``; ``numel``; ``matrices``, a count;
             ``owners``, global ranks; ``relative_rank``, the squared norm of the polar factors over
-            that of orthogonal matrices; ``nonzero``, the fraction of nonzero elements in the
-            gradient; ``absent``, True without a gradient; ``differs``, True if replicas differ; and
-            for some ``sigma``, quantiles 0, 0.1, 0.5, 0.9 and 1 of the singular values of one polar
-            factor.
+            that of orthogonal matrices; ``nonzero``, the nonzero fraction of the gradient;
+            ``absent``, True without a gradient; ``differs``, True if replicas differ; and for some
+            ``sigma``, quantiles 0, 0.1, 0.5, 0.9, 1 of the singular values of one polar factor.
     """
 
     findings: list[str]
@@ -124,6 +123,7 @@ class Audit:
         self._due = -1  # index of the matrix whose polar factor is kept
 
     def stop(self) -> None:
+        """Stops watching, for good unless ``is_on`` is set again."""
         self.is_on = False
 
     def __enter__(self) -> Audit:
@@ -267,11 +267,8 @@ class Audit:
         return rows
 
     def report(self) -> Report:
-        """Reports what the steps did on all ranks.
-
-        Call it on all ranks. They wait for the device and exchange a few numbers for each matrix
-        and step.
-        """
+        """Reports what the steps did. Call it on all ranks: they wait for the device, and exchange
+        a few numbers for each matrix and step."""
         rows = [self._rows_with_sigma(record) for record in self.steps]
         mine = json.dumps([rows, self._suspects()])
         texts = _gather_texts(mine) if dtensors.world_size() > 1 else [mine]
@@ -351,8 +348,7 @@ def _ratio(one: float, other: float) -> float:
 def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """The rows of one step, merged from all ranks.
 
-    If several meshes hold a parameter, as with replicas without a common mesh, the first mesh
-    counts.
+    If several meshes hold a parameter, as replicas without a common mesh do, the first one counts.
     """
     merged: dict[str, dict[str, Any]] = {}
     for rows in of_ranks:
@@ -434,8 +430,7 @@ def _findings(
     Args:
         steps: as in `Report`.
         left_to_adamw, slabs: names, see `_left_to_adamw` and `_slabs`.
-        at_random: names of parameters with stochastic rounding, where steps make up for each
-            other's losses.
+        at_random: names of parameters with stochastic rounding, whose losses cancel over steps.
         tables: names of matrices that may be embeddings or heads, with the reason.
     """
     if not steps:

@@ -1,4 +1,4 @@
-"""Clips in a step: makes factors on heads' rows from logits, for `core.clip_weights`; counts."""
+"""Runs QK-Clip in a step: turns logits into factors on heads' rows, and counts clipped logits."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Clipping:
     """QK-Clip in one step.
 
     Args:
-        packed_logits: all layers, with their logits: this rank's until `reduce`, then the maxima.
+        packed_logits: all layers with their logits: this rank's before `reduce`, then the maxima.
         notes: lines that ranks compare, by the ranks that share the layers.
-        counter: keeps count of this step, if it counts.
+        counter: counts this step's clipped logits; None if the step does not count.
     """
 
     packed_logits: Sequence[tuple[PackedLayers, Tensor]]
@@ -39,7 +39,7 @@ class Clipping:
     _works: list[Any] = field(default_factory=list)
 
     def reduce(self, settings: Settings) -> None:
-        """Starts to take the maxima over ranks, of all layers at once; on all ranks alike."""
+        """Starts to take the maxima of all layers over ranks; all ranks must call it."""
         for packed, logits in self.packed_logits:
             if packed.ranks is not None:
                 param = next(p for p in packed.params if shared_with(p, settings) == packed.ranks)
@@ -48,7 +48,7 @@ class Clipping:
 
     @functools.cached_property
     def _scales(self) -> dict[int, Tensor]:
-        """The factors of this rank's rows of all projections, by id of the parameter."""
+        """The factors on this rank's rows of all projections, by id of the parameter."""
         for work in self._works:
             work.wait()
         by_id: dict[int, Tensor] = {}
@@ -57,19 +57,19 @@ class Clipping:
         return by_id
 
     def scale(self, param: Tensor) -> Optional[Tensor]:
-        """The factors of this rank's rows of a parameter, which broadcast to them; None where the
-        parameter is no projection."""
+        """The factors on this rank's rows of a parameter, in a shape that broadcasts to them; None
+        if the parameter is no projection."""
         return self._scales.get(id(param))
 
     def finish(self) -> None:
-        """Waits for the maxima, and counts what the step has clipped."""
-        _ = self._scales  # a rank that holds no row of a projection has not waited for the maxima
+        """Waits for the maxima, and counts the logits that the step clipped."""
+        _ = self._scales  # a rank without rows of projections has not waited for the maxima
         if self.counter is not None:
             self.counter.count(self.packed_logits)
 
 
 class QKClip:
-    """What an optimizer keeps of QK-Clip between steps; copies and pickles keep ``config`` alone.
+    """QK-Clip's data between steps; copies and pickles keep only ``config``.
 
     Attributes:
         config: None if QK-Clip is off.
@@ -82,29 +82,29 @@ class QKClip:
         self.recorder: Any = None
         self.next_logits: Optional[Logits] = None
         self._warned_of_none = False
-        self._survey: Optional[Survey] = None  # the one that the layers were packed from
+        self._survey: Optional[Survey] = None  # the survey that the layers were packed from
         self._packed_layers: list[PackedLayers] = []
         self._layers: Sequence[Layer] = ()
         self._unshared: list[str] = []  # prefixes of layers whose weights are plain
         self._notes: dict[tuple[int, ...], list[str]] = {}
         self._steps = 0
         self._last: Sequence[tuple[PackedLayers, Tensor]] = ()
-        # How many logits were clipped in all steps, and how many were Inf or NaN, (2,).
+        # Numbers of clipped and of Inf or NaN logits in all steps, (2,), by device.
         self._totals: dict[torch.device, Tensor] = {}
 
     def __reduce__(self) -> tuple:
         return QKClip, (self.config,)
 
     def find(self, groups: Sequence[Group]) -> list[Layer]:
-        """The layers of the groups; those that are left alone have no projections.
+        """Finds the layers of the groups; layers that QK-Clip skips have no projections.
 
         Raises:
-            ValueError: no names; a configuration that does not fit a projection.
+            ValueError: a group has no names, or a configuration does not fit a projection.
         """
         return [] if self.config is None else find_layers(groups, self.config)
 
     def check_and_warn(self, groups: Sequence[Group]) -> None:
-        """Checks as `find` does, and warns where QK-Clip has no effect, or may miss a parameter."""
+        """Checks like `find`, and warns if QK-Clip has no effect or may miss a parameter."""
         if self.config is None:
             return
         layers = find_layers(groups, self.config)
@@ -112,7 +112,7 @@ class QKClip:
         if not bounded:
             warn(
                 "clip_config: no query or key projection was found among the names of parameters; "
-                "give other names in row_map"
+                "list other names in row_map"
             )
         keys = [key for key in self.config if key is not None]
         unmatched = [key for key in keys if not any(layer.is_named(key) for layer in layers)]
@@ -124,8 +124,8 @@ class QKClip:
             prefix, _, norm = normalize_name(name).rpartition(".")[0].rpartition(".")
             if prefix in prefixes and norm in norms:
                 warn(
-                    f"clip_config: {name} normalizes what QK-Clip scales, which then has no "
-                    "effect; bounded by their norms, such logits need no clip"
+                    f"clip_config: {name} normalizes the queries or keys that QK-Clip scales, so "
+                    "scaling has no effect; the norm already bounds the logits, which need no clip"
                 )
                 break
         for group in groups:
@@ -143,16 +143,16 @@ class QKClip:
         settings: Settings,
         is_dry: bool,
     ) -> Optional[Clipping]:
-        """QK-Clip of a step; None where it is off, or has no logits.
+        """Prepares QK-Clip for a step; returns None if it is off, or has no logits.
 
         Args:
-            qk_logits: passed to the step; else those set before it count, else recorded ones.
-            is_dry: the step is to change nothing. It may be torch.distributed.checkpoint's, which
-                only creates state. Unless it was given ``qk_logits``, it clips only layers of which
-                a rank has a gradient other than zeros.
+            qk_logits: logits passed to the step; if None, logits set before it, or recorded ones.
+            is_dry: True if the step may be torch.distributed.checkpoint's, which only creates
+                state. Without ``qk_logits``, it clips only layers with a nonzero gradient on any
+                rank.
 
         Raises:
-            ValueError: logits that don't fit the layers, or without a configuration.
+            ValueError: logits don't fit the layers, or there is no configuration.
         """
         next_logits, self.next_logits = self.next_logits, None
         recorded = None if self.recorder is None else self.recorder.take()
@@ -169,7 +169,7 @@ class QKClip:
             self._warned_of_none = _warn_of_none(logits)
         if logits is None:
             return None
-        is_recorded = given is None  # and may have layers that this optimizer does not train
+        is_recorded = given is None  # may include layers that this optimizer does not train
         only_with_gradient = is_dry and qk_logits is None
         is_new = survey is not self._survey
         if is_new:
@@ -180,11 +180,11 @@ class QKClip:
         if self._unshared and dtensors.world_size() > 1 and not isinstance(logits, ReducedLogits):
             warn(
                 f"QK-Clip: the weights of {quote(self._unshared)} are plain tensors, which the "
-                "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
-                "they see other logits, and their weights diverge: give Muon their process_group, "
-                "or step() logits that were reduced, qk_clip.reduce_qk_logits(logits)"
+                "optimizer treats as this rank's own. If other ranks hold them too, as under DDP, "
+                "ranks see different logits and their weights diverge: give Muon a process_group, "
+                "or pass step() the result of qk_clip.reduce_qk_logits(logits)"
             )
-            self._unshared = []  # warns once
+            self._unshared = []  # warn only once
         packed_logits = []
         for packed in self._packed_layers:
             vector = packed.read_logits(by_layer)
@@ -194,7 +194,7 @@ class QKClip:
         return Clipping(packed_logits, self._notes, None if only_with_gradient else self)
 
     def _pack_layers(self, layers: Sequence[Layer], survey: Survey, settings: Settings) -> None:
-        """Packs the layers of the same ranks and device."""
+        """Packs layers with the same ranks and device together."""
         self._layers = layers
         self._unshared, self._notes = [], {}
         by_key: dict[tuple, list[Layer]] = {}  # the key: ranks and device
@@ -210,13 +210,13 @@ class QKClip:
                 self._notes.setdefault(ranks, []).append(line)
             device = dtensors.compute_device(layer.params[0])
             by_key.setdefault((ranks, device), []).append(layer)
-        # All ranks go through their sets in one order.
+        # All ranks go through their sets in the same order.
         keys = sorted(by_key, key=lambda key: (*ranks_sort_key(key[0] or ()), str(key[1])))
         self._packed_layers = [PackedLayers(by_key[key], *key) for key in keys]
         self._survey = survey
 
     def count(self, packed_logits: Sequence[tuple[PackedLayers, Tensor]]) -> None:
-        """Keeps the logits of a step, and counts them on the device."""
+        """Keeps the logits of a step, and counts clipped ones on the device."""
         self._steps += 1
         self._last = packed_logits
         for packed, logits in packed_logits:
@@ -253,16 +253,16 @@ class QKClip:
 
 
 def _warn_of_none(logits: Optional[Logits]) -> bool:
-    """Warns of a step without logits; returns whether it is one."""
+    """Warns of a step without logits; returns True if it did."""
     if logits is None:
         problem = (
-            "step() got no qk_logits, so nothing is clipped: give it some, call set_qk_logits() "
-            "before, or set qk_recorder"
+            "step() got no qk_logits, so nothing is clipped: pass them, call set_qk_logits() "
+            "before the step, or set qk_recorder"
         )
     elif isinstance(logits, Mapping) and logits and all(v is None for v in logits.values()):
         problem = (
-            "qk_logits has no logits of any layer, so nothing is clipped: does qk_recorder hook "
-            "the model that is trained, or was it removed, or replaced by another?"
+            "qk_logits has no logits of any layer, so nothing is clipped: attach qk_recorder to "
+            "the model that is trained; it was not, or it was removed or replaced"
         )
     else:
         return False
@@ -271,14 +271,14 @@ def _warn_of_none(logits: Optional[Logits]) -> bool:
 
 
 def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
-    """Warns of attention that was recorded and is trained, but whose projections are not known."""
+    """Warns of attention that was recorded and is trained, but has no known projections."""
     names = [normalize_name(name) for group in groups for name in group.names or ()]
     trained = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
     if trained:
         warn(
-            f"clip_config: qk_recorder saw the attention in {quote(trained)}, of whose parameters "
-            "none is known as a query or key projection, so it is not clipped: give other names in "
-            "row_map"
+            f"clip_config: qk_recorder saw the attention in {quote(trained)}, but none of its "
+            "parameters is known as a query or key projection, so it is not clipped: list their "
+            "names in row_map"
         )
 
 
@@ -297,7 +297,7 @@ def _ranks_of(layer: Layer, settings: Settings) -> Optional[tuple[int, ...]]:
 
 
 def _has_gradient(packed: PackedLayers) -> Tensor:
-    """For each logit whether this rank has a gradient of its layer that is not all zeros, (n,)."""
+    """For each logit, True if this rank has a nonzero gradient in its layer, (n,)."""
     nonzero = []
     for layer in packed.layers:
         grads = [param.grad for param in layer.params]

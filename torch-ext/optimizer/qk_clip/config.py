@@ -1,4 +1,4 @@
-"""Reads and checks ``clip_config``: the options by which a layer's attention logits are bounded."""
+"""Reads and checks ``clip_config``, the options that bound a layer's attention logits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .. import split_notation
 from ..parameters.names import did_you_mean, normalize_name
 from ..parameters.options import Option, is_int, is_number
 
-# Names of parameters whose rows are heads. In multi-head latent attention, the parameters that
-# project a latent up to queries, and to keys and values, have other names.
+# Names of parameters whose rows are heads. In multi-head latent attention, other names belong to
+# the parameters that project a latent up to queries, and to keys and values.
 LATENT_QUERIES = ("wq_b", "q_b_proj")
 QUERIES = (*LATENT_QUERIES, "wq", "q_proj")
 KEYS = ("wk", "k_proj")
@@ -54,20 +54,20 @@ LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
 class LayerConfig:
     """How the attention logits of one layer are bounded."""
 
-    threshold: float  # the largest logit that is left alone
+    threshold: float  # the largest logit that is not clipped
     plain_dim: int  # rows of a query head without rotation, which are also the rows of a key head
     rotated_dim: int  # rows of a query head with rotation, in latent attention
-    value_dim: Optional[int]  # rows of values in latent attention; None in any other
-    # For each logit the head that it scales. None means all query heads, or for each query head the
-    # key head that it reads.
+    value_dim: Optional[int]  # rows of values in latent attention; None in other attention
+    # For each logit, the head that it scales. None means all query heads, or for each query head
+    # the key head that it reads.
     q_indices: Optional[tuple[int, ...]]
     k_indices: Optional[tuple[int, ...]]
-    # By the name of a projection the one in `SIDES` that it is like, or the rows of its query heads
-    # and of its key heads in the notation of ``split``.
+    # Maps the name of a projection to a name in `SIDES` with the same rows, or to the rows of its
+    # query heads and key heads in the notation of ``split``.
     row_map: Mapping[str, str]
 
 
-# By a layer's number or the beginning of its name, or by None for all layers that have no other.
+# By a layer's number or the beginning of its name; None stands for all layers without a key.
 ClipConfig = Mapping[Optional[LayerKey], Optional[LayerConfig]]
 
 
@@ -75,7 +75,7 @@ def read_config(clip_config: Any) -> ClipConfig:
     """Reads ``clip_config``: options of all layers, or a mapping from layers to options or None.
 
     Raises:
-        ValueError: unknown or missing options, or wrong ones.
+        ValueError: an option is unknown, missing or wrong.
     """
     if not isinstance(clip_config, Mapping):
         raise ValueError(
@@ -96,7 +96,7 @@ def read_config(clip_config: Any) -> ClipConfig:
 
 
 def _read(options: Any, where: str) -> Optional[LayerConfig]:
-    """Reads and checks the options of a layer; messages name them ``where``."""
+    """Reads and checks the options of a layer; messages call them ``where``."""
     if options is None:
         return None
     if not isinstance(options, Mapping):

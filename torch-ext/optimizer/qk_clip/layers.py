@@ -1,4 +1,4 @@
-"""Finds query and key projections by their names, their layers, and the rows of each head."""
+"""Finds query and key projections by name, and the layers and rows of their heads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Projection:
 
     name: str  # FQN
     param: Tensor
-    kind: str  # what the name says: one of `SIDES`, or a name in a ``row_map``
+    kind: str  # the part of its name that is in `SIDES` or in a ``row_map``
     is_bias: bool
-    row_dims: int  # how many dimensions count rows
-    # First row, how many, and which scale: 2h of a head h, 2h + 1 if they are rotated.
+    row_dims: int  # number of leading dimensions that count rows
+    # First row, number of rows, and scale: 2h for a head h, 2h + 1 for its rotated rows.
     blocks: Sequence[tuple[int, int, int]] = ()
 
     @property
@@ -40,24 +40,24 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention. Its heads are numbered: first those of queries, then those of keys."""
+    """An attention layer. Query heads are numbered first, then key heads."""
 
-    key: LayerKey  # its number, or its prefix where another layer has the same number
-    prefix: str  # FQN of what owns the projections
+    key: LayerKey  # its number, or its prefix if another layer has the same number
+    prefix: str  # FQN of the module that owns the projections
     number: Optional[int]  # the last number in their names
-    config: Optional[LayerConfig] = None  # None if it is left alone; then it has nothing of these:
+    config: Optional[LayerConfig] = None  # None if QK-Clip skips it; then the rest is empty
     threshold: float = math.inf
     projections: Sequence[Projection] = ()
-    heads: int = 0  # how many have scales
-    pairs: Sequence[tuple[int, int]] = ()  # of a logit and a head that it scales
-    logits: int = 0  # how many the layer takes
+    heads: int = 0  # number of heads with scales
+    pairs: Sequence[tuple[int, int]] = ()  # (logit, head that it scales)
+    logits: int = 0  # number of logits that the layer expects
 
     @property
     def params(self) -> list[Tensor]:
         return [projection.param for projection in self.projections]
 
     def is_named(self, key: Any) -> bool:
-        """Whether a key is the layer's number, or its prefix up to one of the dots."""
+        """True if a key is the layer's number, or its prefix up to one of the dots."""
         if isinstance(key, str):
             return f"{self.prefix}.".startswith(f"{key}.")
         return key is not None and key == self.number
@@ -72,10 +72,10 @@ def quote(keys: Sequence[LayerKey]) -> str:
 def match_logits(
     logits: Logits, layers: Sequence[Layer], pass_over_unknown: bool
 ) -> tuple[dict[LayerKey, Any], list[Any]]:
-    """The logits of each layer by its key, and the names in ``logits`` of no layer.
+    """Returns the logits of each layer by its key, and the names in ``logits`` without a layer.
 
     Raises:
-        ValueError: bounded layers without logits, or, unless they are passed over, unknown layers.
+        ValueError: a bounded layer has no logits, or, unless they are ignored, layers are unknown.
     """
     if not isinstance(logits, Mapping):
         raise ValueError(
@@ -99,38 +99,38 @@ def match_logits(
     missing = [layer for layer in layers if layer.projections and layer.key not in matched]
     if missing:
         remedy = ""
-        if unknown:  # as where a recorder's module is not the model
+        if unknown:  # for example, the recorder's module is not the model
             found = f"The recorder has {quote(unknown)}, not {quote([la.prefix for la in missing])}"
-            remedy = f". {found}: make it of the same module"
+            remedy = f". {found}: make it from the same module"
         raise ValueError(
-            f"qk_logits lacks layers {quote([la.key for la in missing])}: give those of all "
-            f"layers, or None in clip_config for layers to leave alone{remedy}"
+            f"qk_logits lacks layers {quote([la.key for la in missing])}: pass the logits of all "
+            f"layers, or set layers to None in clip_config to skip them{remedy}"
         )
     return matched, unknown
 
 
 def _layer_of(name: Any, layers: Sequence[Layer]) -> Optional[Layer]:
-    """The layer that ``name`` means: its number, its prefix, or how that begins."""
+    """The layer with this number or prefix, or whose prefix begins with ``name``."""
     key = normalize_name(name) if isinstance(name, str) else name
     named = [layer for layer in layers if layer.is_named(key)]
-    # A whole prefix comes before the beginning of others, a layer to bound before others.
+    # A whole prefix takes precedence over a beginning, and a bounded layer over others.
     exact = [layer for layer in named if layer.prefix == key]
     bounded = [layer for layer in named if layer.projections and layer.number == key]
     named = exact or bounded or named
     if len(named) > 1:
         raise ValueError(
-            f"qk_logits has {name!r}, which may be any of {quote([la.key for la in named])}: tell "
-            "layers by such prefixes of names"
+            f"qk_logits has {name!r}, which may be any of {quote([la.key for la in named])}: use "
+            "such prefixes of names as keys"
         )
     return named[0] if named else None
 
 
 def find_layers(groups: Sequence[Group], config: ClipConfig) -> list[Layer]:
-    """The layers of all groups. Keys are numbers where no two layers have the same, else prefixes.
+    """Finds the layers of all groups. Their keys are numbers if these are unique, else prefixes.
 
     Raises:
-        ValueError: no names; a configuration that does not fit a projection; two parameters that
-            play the same part in one layer.
+        ValueError: a group has no names, a configuration does not fit a projection, or two
+            parameters have the same role in one layer.
     """
     row_maps = (layer_config.row_map for layer_config in config.values() if layer_config)
     attentions = _by_attention(_projections(groups, {*SIDES}.union(*row_maps)))
@@ -140,12 +140,12 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> list[Layer]:
     for (prefix, projections), number in zip(attentions.items(), numbers):
         layer = Layer(number if are_keys else prefix, prefix, number)  # type: ignore[arg-type]
         keys = filter(layer.is_named, config)
-        # Of several keys that name a layer, its number counts, else the longest.
+        # If several keys name a layer, its number counts, or else the longest key.
         key = max(keys, key=lambda key: (not isinstance(key, str), len(str(key))), default=None)
         if isinstance(key, int) and numbers.count(key) > 1:
             raise ValueError(
-                f"clip_config[{key}]: there are several layers of this number, one of them "
-                f"{prefix!r}; tell them by such prefixes of names"
+                f"clip_config[{key}]: several layers have this number, one of them {prefix!r}; "
+                "use such prefixes of names as keys"
             )
         layer_config = config.get(key)
         layers.append(layer if layer_config is None else _bound(layer, layer_config, projections))
@@ -153,7 +153,7 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> list[Layer]:
 
 
 def _bound(layer: Layer, config: LayerConfig, projections: Sequence[Projection]) -> Layer:
-    """The layer with its configuration and its heads, if it has projections of these kinds."""
+    """Adds the configuration and heads to a layer if it has projections of these kinds."""
     kinds = {*SIDES, *config.row_map}
     placed = [(p, _head_starts(p, config)) for p in projections if p.kind in kinds]
     if not placed:
@@ -189,8 +189,8 @@ def _last_number(name: str) -> Optional[int]:
 def _projections(
     groups: Sequence[Group], kinds: Collection[Any]
 ) -> Iterator[tuple[str, Projection]]:
-    """Yields projections of ``kinds``, each after the FQN of what owns it: modules of these names,
-    with a weight and a bias, or parameters called ``wq``, ``wq_weight`` and ``wq_bias``."""
+    """Yields (FQN of the owner, projection) for ``kinds``: modules of these names with a weight and
+    a bias, or parameters named like ``wq``, ``wq_weight`` and ``wq_bias``."""
     longest_first = sorted(map(re.escape, map(str, kinds)), key=len, reverse=True)
     pattern = re.compile(
         rf"(?:(.*)\.)?({'|'.join(longest_first)})(?:(?:\.\d+)*[._](weight|bias))?(?:\.\d+)*"
@@ -209,15 +209,15 @@ def _projections(
             is_bias = suffix == "bias" or (not suffix and param.ndim == 1)
             row_dims = param.ndim if is_bias else param.ndim - 1  # (heads, rows of each, cols)
             if not is_bias and (param.ndim > 3 or (group.use_muon and group.flatten)):
-                row_dims = 1  # of a convolution, (rows, cols, kernel…)
+                row_dims = 1  # a convolution, (rows, cols, kernel…)
             yield prefix, Projection(name, param, kind, is_bias, row_dims)
 
 
 def _by_attention(projections: Iterable[tuple[str, Projection]]) -> dict[str, list[Projection]]:
-    """The projections of each attention, by the FQN of the module that owns them.
+    """Groups projections by attention: by the FQN of the module that owns them.
 
-    An owner of queries only and an owner of keys only are one attention where no other owner lies
-    in the same block; the last number in a name tells the block.
+    An owner of only queries and an owner of only keys form one attention if no other owner lies in
+    the same block, which is the name up to its last number.
     """
     owners: dict[str, list[Projection]] = defaultdict(list)
     for prefix, projection in projections:
@@ -240,7 +240,7 @@ def _by_attention(projections: Iterable[tuple[str, Projection]]) -> dict[str, li
 
 
 def _head_starts(projection: Projection, config: LayerConfig) -> HeadStarts:
-    """The first rows of a projection's query heads and of its key heads, by side."""
+    """The first rows of a projection's query heads and key heads, by side."""
     kind = config.row_map.get(projection.kind, projection.kind)
     rows, name = projection.rows, projection.name
     if kind not in SIDES:
@@ -256,21 +256,21 @@ def _head_starts(projection: Projection, config: LayerConfig) -> HeadStarts:
             )
     elif kind in KEYS:
         raise ValueError(
-            f"clip_config has is_mla=True, which does not fit {name}: with latent attention keys "
-            "come from wkv_b or kv_b_proj; give layers of another kind a config of their own, "
-            "or None"
+            f"clip_config has is_mla=True, which does not fit {name}: with latent attention, keys "
+            "come from wkv_b or kv_b_proj; give other kinds of layers their own config, or None"
         )
     elif kind in LATENT_KEYS:
         size, meaning = config.plain_dim + config.value_dim, "qk_nope_head_dim + v_head_dim"
     if rows % size:
         raise ValueError(
-            f"clip_config does not fit {name}: {rows} rows are no heads of {meaning}={size}"
+            f"clip_config does not fit {name}: its {rows} rows can't be divided into heads of "
+            f"{meaning}={size}"
         )
     return {SIDES[kind]: range(0, rows, size)}
 
 
 def _starts_by_axes(notation: str, rows: int, config: LayerConfig, where: str) -> HeadStarts:
-    """The first rows of the heads in the parts that the notation of ``split`` names q and k."""
+    """The first rows of the heads in the parts named q and k in the notation of ``split``."""
     product, _ = split_notation.parse(notation)
     try:
         parts = split_notation.resolve(product, rows, "rows", repr(notation))
@@ -283,7 +283,7 @@ def _starts_by_axes(notation: str, rows: int, config: LayerConfig, where: str) -
         indices = sorted(itertools.chain.from_iterable(named))
         heads = [indices[at : at + size] for at in range(0, len(indices), size)]
         if any(head != list(range(head[0], head[0] + size)) for head in heads):
-            raise ValueError(f"{where} has parts {side!r} that are no heads of {size} rows")
+            raise ValueError(f"{where} has parts {side!r} that are not heads of {size} rows")
         if heads:
             starts[side] = [head[0] for head in heads]
     if not starts or any({"q", "k"} <= {*part.names} for part in parts):
@@ -292,7 +292,7 @@ def _starts_by_axes(notation: str, rows: int, config: LayerConfig, where: str) -
 
 
 def _count_heads(projections: Sequence[tuple[Projection, HeadStarts]]) -> dict[str, int]:
-    """How many query heads and key heads a layer has, by side, on which its projections agree."""
+    """Counts query heads and key heads, by side; checks that all projections agree on them."""
     heads: dict[str, int] = {}
     names: dict[tuple[str, bool], str] = {}
     have_weights = {side for p, starts in projections if not p.is_bias for side in starts}
@@ -307,13 +307,13 @@ def _count_heads(projections: Sequence[tuple[Projection, HeadStarts]]) -> dict[s
         other = names.setdefault((SIDES.get(kind, kind), projection.is_bias), name)
         if other != name:
             raise ValueError(
-                f"{other} and {name} would be clipped by the same logits; let clip_config be "
-                "a mapping from prefixes of names that gives only one of them a config"
+                f"{other} and {name} would be clipped by the same logits; make clip_config a "
+                "mapping from prefixes of names, in which only one of them has a config"
             )
         if of_sides.keys() - have_weights:
             raise ValueError(
                 f"{name} would be clipped without its weight, which is not in the groups, or not "
-                f"as {kind}.weight or {kind}_weight: leave the layer alone, by None in clip_config"
+                f"as {kind}.weight or {kind}_weight: skip the layer with None in clip_config"
             )
     return heads
 
@@ -321,7 +321,7 @@ def _count_heads(projections: Sequence[tuple[Projection, HeadStarts]]) -> dict[s
 def _pair_heads(
     prefix: str, config: LayerConfig, heads: Mapping[str, int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """For each logit its query head and its key head, as configured or as attention pairs them."""
+    """The query head and key head of each logit, as configured or as attention pairs them."""
     q, k = config.q_indices, config.k_indices
     for side, indices in ("q", q), ("k", k):
         if indices and max(indices) >= heads.get(side, math.inf):
@@ -333,15 +333,15 @@ def _pair_heads(
     if q is None:
         if not q_heads:
             raise ValueError(
-                f"clip_config: give q_indices and k_indices, for the groups have no query "
-                f"projection of {prefix} that would tell how many heads there are"
+                f"clip_config: set q_indices and k_indices, since the groups have no query "
+                f"projection of {prefix} that would show the number of heads"
             )
         q = tuple(range(q_heads))
     if k is None and k_heads is not None:
         if not q_heads or q_heads % k_heads:
             raise ValueError(
                 f"clip_config: {q_heads} query heads of {prefix} can't share {k_heads} key "
-                "heads evenly: give q_indices and k_indices, or mend head_dim"
+                "heads evenly: set q_indices and k_indices, or correct head_dim"
             )
         k = tuple(head // (q_heads // k_heads) for head in q)
     if q and k and len(k) != len(q):

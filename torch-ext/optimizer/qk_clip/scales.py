@@ -1,9 +1,9 @@
 """Computes the scales of all heads from the largest logits, in one computation on the device.
 
 For a logit m above the threshold, γ = threshold/m (Kimi Team 2025, arXiv:2507.20534, algorithm 1).
-Query and key rows of that head are multiplied by sqrt(γ). With multi-head latent attention, only
-rows without rotation are; rotated query rows are multiplied by γ, and the rotated key, which all
-heads share, stays. Shapes depend on no value, so that the host waits for nothing.
+Query and key rows of its head are multiplied by sqrt(γ). In multi-head latent attention this holds
+for rows without rotation; rotated query rows are multiplied by γ, and the rotated key, which all
+heads share, stays. Shapes don't depend on values, so the host never waits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from .layers import Layer, Logits, Projection
 class PackedLayers:
     """Layers on one device, shared by the same ranks, whose logits are packed into one vector.
 
-    The vector is in the order of the layers, and so is that of their heads. All tables that need no
-    logits are made once.
+    Logits and heads are in the order of the layers. Tables that need no logits are built once.
 
     Args:
-        ranks: all that hold shards or replicas of the weights; None where maxima are not shared.
-        device: where the weights of the layers are updated.
+        ranks: all ranks that hold shards or replicas of the weights; None if no maxima are shared.
+        device: the device that updates the weights.
     """
 
     def __init__(
@@ -46,9 +45,9 @@ class PackedLayers:
         dtypes = (param.dtype for param in self.params)
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         self._heads = sum(layer.heads for layer in layers)
-        self._shapes: list[tuple[int, ...]] = []  # of projections' scales, as they broadcast
+        self._shapes: list[tuple[int, ...]] = []  # of projections' scales, to broadcast
         thresholds: list[float] = []
-        pairs: list[tuple[int, int]] = []  # of a logit and a head that it scales
+        pairs: list[tuple[int, int]] = []  # (logit, head that it scales)
         scale_indices: list[Tensor] = []
         first_head = 0
         for layer in layers:
@@ -70,7 +69,7 @@ class PackedLayers:
         )
 
     def _index_local_rows(self, projection: Projection, first_scale: int) -> Tensor:
-        """For each row that this rank holds of a projection, the index of its scale in `scales`."""
+        """For each of this rank's rows of a projection, the index of its scale in `scales`."""
         rows = torch.full((projection.rows,), 2 * self._heads)
         for row, count, scale in projection.blocks:
             rows[row : row + count] = first_scale + scale
@@ -80,20 +79,20 @@ class PackedLayers:
         return rows.view(shape[:dims])[regions.slices(region[:dims])]
 
     def read_logits(self, by_layer: Mapping[LayerKey, Any]) -> Tensor:
-        """The logits of all layers, (n,); −inf for those that this rank does not have.
+        """The logits of all layers, (n,); −inf for logits that this rank does not have.
 
         Raises:
-            ValueError: logits that are not one number for each head, or lie on another device, or
-                are a DTensor whose maximum can't be taken over the ranks that share the weights.
+            ValueError: logits are not one number per head, are on another device, or are a DTensor
+                whose maximum can't be taken over the ranks that share the weights.
         """
         parts = (self._layer_logits(by_layer[layer.key], layer) for layer in self.layers)
         return concatenate_logits(parts, self.dtype, self.device)
 
     def scales(self, logits: Tensor) -> dict[int, Tensor]:
-        """The factors of the local rows of each projection, by id of its parameter.
+        """The factors on the local rows of each projection, by id of its parameter.
 
         Args:
-            logits: of all layers, (n,), not NaN.
+            logits: logits of all layers, (n,), not NaN.
         """
         gamma = torch.where(self.is_clipped(logits), self.thresholds / logits, 1.0)
         of_logits, of_heads = self._pairs
@@ -110,7 +109,7 @@ class PackedLayers:
 
     def _layer_logits(self, value: Any, layer: Layer) -> Tensor:
         where = f"qk_logits of layer {layer.key!r}"
-        if value is None:  # this rank has seen no attention of the layer
+        if value is None:  # this rank has not run the layer's attention
             return torch.full((layer.logits,), -math.inf, dtype=self.dtype)
         if not isinstance(value, Tensor):
             try:
@@ -122,18 +121,18 @@ class PackedLayers:
         if value.shape != (layer.logits,):
             raise ValueError(
                 f"{where} have shape {tuple(value.shape)}, where {(layer.logits,)} is needed: the "
-                "largest logit of each head in q_indices, or of every query head; of the heads "
-                "that a rank has under tensor parallelism, a DTensor that says which, Shard(0)"
+                "largest logit of each head in q_indices, or of every query head. If ranks have "
+                "different heads (tensor parallelism), pass a DTensor with Shard(0)"
             )
         if value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"{where} are {value.dtype}, no real numbers")
+            raise ValueError(f"{where} are {value.dtype}, but must be real numbers")
         local, sharding = dtensors.local(value), dtensors.sharding_of(value)
         if local.device not in (self.device, torch.device("cpu")):
-            raise ValueError(f"{where} are on {local.device}, but its weights on {self.device}")
+            raise ValueError(f"{where} are on {local.device}, its weights are on {self.device}")
         if sharding is None:
             return local
         if dtensors.unusual_shard_order(value) is not None:
-            raise ValueError(f"{where} are {dtensors.describe(value)}: give logits.full_tensor()")
+            raise ValueError(f"{where} are {dtensors.describe(value)}: pass logits.full_tensor()")
         placements = value.placements
         if any(p.is_partial() and p.reduce_op != "max" for p in placements):
             raise ValueError(f"{where} are {dtensors.describe(value)}; the maximum is needed")
@@ -141,7 +140,7 @@ class PackedLayers:
         if others and not all(p.is_replicate() for p in placements):
             raise ValueError(
                 f"{where} are {dtensors.describe(value)}, but their weights are not shared with "
-                f"ranks {sorted(others)}: give logits.full_tensor()"
+                f"ranks {sorted(others)}: pass logits.full_tensor()"
             )
         vector = local.new_full((layer.logits,), -math.inf, dtype=self.dtype)
         vector[regions.slices(sharding.region(value.shape, this_rank()))] = local
@@ -151,13 +150,13 @@ class PackedLayers:
 def concatenate_logits(
     parts: Iterable[Tensor], dtype: torch.dtype, device: Optional[torch.device] = None
 ) -> Tensor:
-    """Concatenates logits to a new tensor, in which NaN becomes Inf, which clips nothing."""
+    """Concatenates logits into a new tensor; NaN becomes Inf, which clips nothing."""
     vector = torch.cat([part.detach().to(device, dtype, non_blocking=True) for part in parts])
     return torch.where(vector.isnan(), math.inf, vector)
 
 
 class ReducedLogits(dict[Any, Tensor]):
-    """Logits by layer that are the same on all ranks."""
+    """Logits by layer, equal on all ranks."""
 
 
 def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:

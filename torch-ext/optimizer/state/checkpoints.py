@@ -1,4 +1,4 @@
-"""Loads checkpoints: checks and renames their content, divides and places their tensors."""
+"""Loads checkpoints: checks and renames entries, then divides and places tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..distributed.plan import Entry
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
 from .specs import ALL_KEYS, KEYS, Spec, check_tensors, converted, specs_of
 
-RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
+RawGroup = Mapping[str, Any]  # as in torch, in an optimizer or a checkpoint
 
-OWN_KEY = "momentum_style"  # the groups of no other optimizer have it
+OWN_KEY = "momentum_style"  # no other optimizer's groups have it
 
-# What Motif's optimizer calls the moments of AdamW.
+# Names of AdamW's moments in Motif's optimizer.
 MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
@@ -26,22 +26,22 @@ def check_type(state_dict: Any) -> None:
     """Checks that a checkpoint is a dict; hooks may still change its content."""
     if not isinstance(state_dict, dict):
         raise ValueError(
-            f"a state dict is needed, found a {type(state_dict).__name__}; a list of other "
-            "optimizers' goes to load_foreign_state_dict"
+            f"state_dict must be a dict, found a {type(state_dict).__name__}; pass a list of other "
+            "optimizers' state dicts to load_foreign_state_dict"
         )
 
 
 def read_states(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """A checkpoint's state under the ids that its groups list, with the keys of torch.optim.
+    """Reads a checkpoint's state under the ids that its groups list, with the keys of torch.optim.
 
-    ``dcp_to_torch_save`` of torch.distributed.checkpoint writes state under the same ids as text.
+    torch.distributed.checkpoint's ``dcp_to_torch_save`` writes these ids as text.
 
     Returns:
-        By id what this package loads, and what torch does: under keys that are another's, or under
-        ids that are no parameter's.
+        By id, the state that this package loads, and the state that torch loads: under keys of
+        others, or under ids that are no parameter's.
 
     Raises:
-        ValueError: groups or state in another form than torch.optim's; an id or state twice.
+        ValueError: groups or state have another form than torch.optim's, or an id appears twice.
     """
     saved_states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(saved_states, Mapping):
@@ -57,7 +57,7 @@ def read_states(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any
             raise ValueError(f"{where} must list its params, found {group_ids!r}")
         for saved_id in group_ids:
             if not isinstance(saved_id, Hashable):
-                raise ValueError(f"{where} has params that name no state, one of them {saved_id!r}")
+                raise ValueError(f"{where} has params that can't be ids, such as {saved_id!r}")
             if saved_id in ids:
                 raise ValueError(f"the checkpoint has parameter {saved_id!r} twice in its groups")
             ids[saved_id] = ids[str(saved_id)] = saved_id
@@ -76,7 +76,7 @@ def read_states(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any
 
 
 def _read_state(saved: Any, saved_id: Any) -> dict[str, Any]:
-    """The state of a parameter, with the step count as a tensor."""
+    """Reads the state of a parameter; makes the step count a tensor."""
     if not isinstance(saved, Mapping):
         kind = type(saved).__name__
         where = f"the checkpoint's state of parameter {saved_id!r}"
@@ -95,7 +95,7 @@ def _read_state(saved: Any, saved_id: Any) -> dict[str, Any]:
 
 
 def step_count(step: Any) -> Any:
-    """A step count, a number or a tensor of one, as a plain number; None where it is neither."""
+    """The step count as a plain number, from a number or a one-element tensor; None for others."""
     if isinstance(step, Tensor):
         is_plain = step.layout == torch.strided and not (step.is_meta or dtensors.is_dtensor(step))
         step = step.item() if is_plain and step.numel() == 1 else None
@@ -107,14 +107,14 @@ def merge_groups(
     saved: Sequence[RawGroup],
     defaults_of: Callable[[RawGroup], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Saved groups with every key.
+    """Completes saved groups to have every key.
 
-    A key that a saved group lacks gets its default or, if it has none, the value of the optimizer's
+    A key that a saved group lacks gets its default or, without one, the value in the optimizer's
     group. The keys of `STRUCTURE`, which say how parameters are read as matrices, keep the values
-    of the optimizer's group.
+    in the optimizer's group.
 
     Raises:
-        ValueError: there are more of these groups than of the others, or fewer.
+        ValueError: the numbers of groups differ.
     """
     if len(groups) != len(saved):
         raise ValueError(
@@ -124,8 +124,8 @@ def merge_groups(
     merged = []
     for group, saved_group in zip(groups, saved):
         structure = {key: group[key] for key in STRUCTURE if key in group}
-        # Names are not taken: `Muon` keeps its own, and if a group had ``param_names``, torch would
-        # ask for them in every group that is added.
+        # Saved names are ignored: `Muon` keeps its own, and if a group had ``param_names``, torch
+        # would require them in every added group.
         named = ("names", "param_names")
         taken = {k: _as_dtype(v) for k, v in saved_group.items() if k not in named}
         merged.append({**group, **defaults_of(group), **taken, **structure})
@@ -133,7 +133,7 @@ def merge_groups(
 
 
 def _as_dtype(value: Any) -> Any:
-    """The dtype for a text, as which `Muon.state_dict` writes dtypes; any other value as it is."""
+    """Converts a dtype's name, as `Muon.state_dict` writes it; returns other values unchanged."""
     if isinstance(value, str) and value.startswith("torch."):
         dtype = getattr(torch, value[len("torch.") :], None)
         return dtype if isinstance(dtype, torch.dtype) else value
@@ -148,15 +148,14 @@ def check_and_divide(
     others: Mapping[Any, Any],
     settings: Settings,
 ) -> dict[Tensor, dict[str, Any]]:
-    """Makes the checks of a checkpoint that torch does not make; divides its state as the
-    optimizer's is divided.
+    """Checks what torch does not check in a checkpoint; divides its state like the optimizer's.
 
     Args:
-        groups, entries_of_groups, settings: of the optimizer.
-        saved_groups, states, others: of the checkpoint.
+        groups, entries_of_groups, settings: the optimizer's.
+        saved_groups, states, others: the checkpoint's.
 
     Returns:
-        The state of those parameters that have any.
+        The state of each parameter that has any.
     """
     kept = {k for state in states.values() for k, value in state.items() if value is not None}
     by_param: dict[Tensor, dict[str, Any]] = {}
@@ -184,7 +183,7 @@ def _check_group(group: Group, saved: Group) -> None:
     if saved.use_muon != group.use_muon:
         raise ValueError(
             f"{group.where} has use_muon={group.use_muon} but the checkpoint's has "
-            f"{saved.use_muon}: give the groups in the order they were saved in"
+            f"{saved.use_muon}: create the groups in the order in which they were saved"
         )
     if len(saved.params) != len(group.params):
         raise ValueError(
@@ -195,11 +194,11 @@ def _check_group(group: Group, saved: Group) -> None:
 
 
 def _divide(saved_state: dict[str, Any], specs: Mapping[str, Spec], param: Tensor) -> None:
-    """Takes this rank's part of each whole tensor for which the optimizer has a DTensor.
+    """Replaces whole tensors by this rank's part if the optimizer has a DTensor there.
 
     These are state that replicas divide, and second moments: torch.distributed.checkpoint leaves
-    second moments whole when it loads them into an optimizer without any. Steps read the two bytes
-    of a residual as one number, so residuals become contiguous.
+    second moments whole when it loads them into an optimizer without any. Residuals become
+    contiguous, since steps read their two bytes as one number.
     """
     for key, (shape, placed, _) in specs.items():
         value = saved_state.get(key)
@@ -222,17 +221,17 @@ def _check_keys(
     name: str,
     dtype: torch.dtype,
 ) -> None:
-    """Checks that a parameter has all that it needs, of the algorithm that goes on, or nothing.
+    """Checks that a parameter has all the state that its algorithm needs, or none.
 
-    Otherwise state that nobody reads would be carried along, and state that is read would silently
-    begin at zero: torch.distributed.checkpoint reads only tensors that the optimizer already has.
+    Otherwise unused state would be carried along, and missing state would silently begin at zero:
+    torch.distributed.checkpoint reads only tensors that the optimizer already has.
 
     Args:
-        needed: keys by the options in the checkpoint.
-        own: keys by the options of the optimizer.
+        needed: keys that the options in the checkpoint need.
+        own: keys that the optimizer's options need.
         kept: keys that any parameter has in the checkpoint.
         saved: the parameter's group in the checkpoint.
-        name, dtype: of the parameter.
+        name, dtype: name and dtype of the parameter.
     """
     present = [key for key in ALL_KEYS if saved_state.get(key) is not None]
     if not present:
@@ -242,16 +241,16 @@ def _check_keys(
         ours, theirs = ("Muon's", "AdamW's") if saved.use_muon else ("AdamW's", "Muon's")
         raise ValueError(
             f"{name} is {ours} here (use_muon={saved.use_muon}) but has {foreign_key} in the "
-            f"checkpoint, as {theirs} parameters do; give it to the group it was in, or take its "
-            "state out. If another optimizer wrote the checkpoint, use load_foreign_state_dict"
+            f"checkpoint, as {theirs} parameters do; give it to the group it was in, or remove its "
+            "state. If another optimizer wrote the checkpoint, use load_foreign_state_dict"
         )
     if "weight_residual" in present and "weight_residual" not in needed:
-        remedy = "load weights that exact_weights() gave, and take the residual out"
+        remedy = "load the result of exact_weights() into the model, and remove the residual"
         if dtype == torch.bfloat16:  # a load in place kept a residual that the file does not have
-            remedy = "load into an optimizer without the option, and set it in param_groups then"
+            remedy = "load into an optimizer without the option, then set it in param_groups"
         raise ValueError(
             f"{name} is {dtype}, and its group in the checkpoint has weight_rounding="
-            f"{saved.weight_rounding!r}, but there is a weight_residual of it beside: {remedy}"
+            f"{saved.weight_rounding!r}, but it also has a weight_residual: {remedy}"
         )
     options = {"second_momentum_buffer": "beta2", "weight_residual": "weight_rounding"}
     absent = [key for key in needed if key not in present]
@@ -259,27 +258,27 @@ def _check_keys(
         if key in options and key not in own:
             option = f"{options[key]}={getattr(saved, options[key])!r}"
             raise ValueError(
-                f"the checkpoint has {option}, but {key} of {name} has not been read, since this "
+                f"the checkpoint has {option}, but {key} of {name} was not read, since this "
                 f"optimizer has none: construct it with {option}"
             )
-    # These are needed only if another parameter of the checkpoint has them: weights that were in
-    # fp32 have had no residuals.
+    # Optional keys are needed only if another parameter of the checkpoint has them: weights that
+    # were in fp32 had no residuals.
     absent = [key for key in absent if key in kept or key not in options]
     if not saved.use_muon and "step" not in present:
         absent.append("step")
     if absent:
         raise ValueError(
-            f"{' and '.join(present)} of {name} in the checkpoint lack "
-            f"{' and '.join(absent)}: give all of them, or none to start from zeros"
+            f"the checkpoint has {' and '.join(present)} of {name} but not "
+            f"{' and '.join(absent)}: provide all of them, or none to start from zeros"
         )
 
 
 def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
-    """Checks that a checkpoint shares no memory with live state, which a step has changed."""
+    """Checks that a checkpoint shares no memory with live state that a step has changed."""
     if _storages_of(states) & _storages_of(live):
         raise ValueError(
-            "the checkpoint's tensors are those of this optimizer, which a step that broke off has "
-            "changed: load the file again"
+            "the checkpoint shares tensors with this optimizer, and a failed step has changed "
+            "them: load the file again"
         )
 
 
@@ -291,7 +290,7 @@ def _storages_of(states: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
 
 
 def tensors_of(states: Mapping[Any, Any]) -> list[Tensor]:
-    """The tensors of state of all parameters."""
+    """The state tensors of all parameters."""
     mappings = [state for state in states.values() if isinstance(state, Mapping)]
     values = (mapping.get(key) for mapping in mappings for key in ALL_KEYS)
     return [value for value in values if isinstance(value, Tensor)]
@@ -305,16 +304,15 @@ def place_tensors(
 ) -> None:
     """Puts loaded state on the devices where it lives, in the dtypes in which it was saved.
 
-    Tensors of the caller are copied, since the caller may load them again, or into another
-    optimizer.
+    The caller's tensors are copied, since the caller may load them again or into another optimizer.
 
     Args:
-        state: of the optimizer, into which torch has loaded what is not this package's.
-        saved_states: of the checkpoint, by parameter; is emptied, so that no more than one tensor
-            is held twice.
+        state: the optimizer's state, with the entries that torch has loaded.
+        saved_states: the checkpoint's state, by parameter. Emptied on the way, so that at most one
+            tensor is in memory twice.
         offload: knows where state lives.
-        kept: ids of the optimizer's own tensors, which are used again, so that a load in place, as
-            by torch.distributed.checkpoint, takes no more memory.
+        kept: ids of the optimizer's own tensors. These are used again, so that loads in place, as
+            by torch.distributed.checkpoint, need no extra memory.
     """
     for param in [*saved_states]:
         saved = saved_states.pop(param)

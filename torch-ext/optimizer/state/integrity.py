@@ -1,4 +1,4 @@
-"""Knows whether weights and state are of the same step, or whether an interruption parted them."""
+"""Tracks whether weights and state belong to the same step; failed steps and loads break this."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Optional
 
-# How weights and state are, by what mends that.
+# Status of weights and state: what to do about it, as messages say it.
 WHOLE = ""  # of the same step
 VOID = "load the last checkpoint into the model, and into the optimizer by load_state_dict()"
 _BROKEN = f"{VOID}, or call discard_state() before torch.distributed.checkpoint loads in place"
-PARTIAL = f"call accept_partial_step() to go on from there or to save; or {_BROKEN}"
+PARTIAL = f"call accept_partial_step() to continue from there or to save; or {_BROKEN}"
 
 
 class Integrity:
-    """Whether weights and state of an optimizer belong together; copies start afresh."""
+    """Whether an optimizer's weights and state belong to the same step; copies start as whole."""
 
     def __init__(self) -> None:
-        # VOID after `discard`, PARTIAL after a step that broke off, _BROKEN after such a load.
+        # VOID after `discard`, PARTIAL after a failed step, _BROKEN after a failed load.
         self._status = WHOLE
-        self._cause = ""  # why the status is not WHOLE, in words
-        self._has_parted = False  # whether a step that broke off has left ranks apart
+        self._cause = ""  # for messages: why the status is not WHOLE
+        self._has_parted = False  # True if a failed step left ranks in different states
 
     def __reduce__(self) -> tuple:
         return Integrity, ()
 
     def is_broken(self, accept: str = WHOLE) -> bool:
-        """Whether weights and state do not belong together, nor are as ``accept`` says."""
+        """True if the status is neither WHOLE nor ``accept``."""
         return self._status not in (WHOLE, accept)
 
     def check(self, accept: str = WHOLE) -> None:
-        """Raises RuntimeError where weights and state are broken, and not as ``accept`` says."""
+        """Raises RuntimeError if the status is neither WHOLE nor ``accept``."""
         if self.is_broken(accept):
             raise RuntimeError(f"An earlier {self._cause}: {self._status}")
 
     def accept(self) -> None:
-        """Accepts a step that broke off; `check_together` knows whether it has left ranks apart."""
+        """Accepts a failed step; `check_together` still knows if it left ranks apart."""
         self._status = WHOLE
 
     def check_together(self) -> None:
-        """Raises RuntimeError where an accepted step has left ranks apart."""
+        """Raises RuntimeError if an accepted step left ranks in different states."""
         if self._has_parted:
             raise RuntimeError(
                 "step() broke off on this rank, which other ranks exchange matrices or share "
@@ -54,17 +54,17 @@ class Integrity:
         has_begun: Callable[[BaseException], bool],
         has_parted: Optional[Callable[[], bool]] = None,
     ) -> Iterator[None]:
-        """A context for what changes weights or state; an error in it may leave them broken.
+        """A context for changes of weights or state, which an error may leave broken.
 
         Args:
-            what: what changes them, in words.
-            has_begun: whether anything may have been written when an exception was raised.
-            has_parted: for a step: whether this rank and others, after an exception, can no longer
-                step together.
+            what: name of the change, for messages.
+            has_begun: given an exception, returns True if anything may have been written.
+            has_parted: for a step, returns True if after an exception this rank and others can no
+                longer step together.
 
         Raises:
-            RuntimeError: in place of an error that broke the change off after it had begun. Earlier
-                errors, KeyboardInterrupt and its like are raised as they are.
+            RuntimeError: replaces an error after the change had begun. Earlier errors,
+                KeyboardInterrupt and similar exceptions are raised unchanged.
         """
         try:
             yield
@@ -83,12 +83,12 @@ class Integrity:
                 raise
             raise RuntimeError(f"{self._cause}: {self._status}") from error
 
-    def mend(self) -> None:
-        """Marks that a load has brought weights and state of one step."""
+    def restore(self) -> None:
+        """Records that a load has brought weights and state of one step."""
         self._status, self._has_parted = WHOLE, False
 
     def discard(self) -> None:
-        """Marks that all state was set to zeros, for a load in place."""
+        """Records that all state was set to zeros, for a load in place."""
         if not self.is_broken():
             self._cause = "discard_state() has set all state to zeros"
         self._status = VOID

@@ -1,4 +1,4 @@
-"""Keeps between steps what weights in bf16 are rounded by, see `weight_rounding`."""
+"""Keeps residuals and random keys that round bf16 weights between steps, see `weight_rounding`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ OptimizerState = Mapping[Any, Mapping[str, Any]]  # by parameter
 
 
 class Rounding:
-    """What the weights of an optimizer are rounded by.
+    """The residuals or random keys that an optimizer's weights are rounded with.
 
-    A residual belongs to the weight that a step has rounded. If the weight was changed since, for
-    example by loading a model, the weight counts without its residual. Version counters tell. They
-    count changes of a tensor, but not those of its ``.data``, nor those by collectives, nor those
-    of DTensors by functions whose names begin with ``_foreach``. Counters are compared only from
-    one step to the next, so that it does not matter which of model and optimizer is loaded first.
-    The parameters of a copy have counters of their own, which count from the copy on.
+    A residual belongs to the weight that a step has rounded. If the weight has changed since, for
+    example because a model was loaded, the residual is ignored. Version counters show such changes,
+    except changes through ``.data``, by collectives, or of DTensors by ``_foreach`` functions.
+    Counters are compared only from one step to the next, so that model and optimizer may be loaded
+    in any order. A copy's parameters have their own counters, which count from the copy on.
 
     Args:
         offload: knows where residuals live.
-        rounded: the parameters of a copy that the last step of the original has rounded.
+        rounded: for a copy, its parameters that the original's last step has rounded.
 
     Attributes:
-        residuals: by parameter, since the last `begin`.
+        residuals: residuals by parameter, since the last `begin`.
     """
 
     def __init__(self, offload: CPUOffload, rounded: Iterable[Tensor] = ()):
         self.residuals: dict[Tensor, Tensor] = {}
         self._offload = offload
-        # After the last step, and none within a step.
+        # Counters after the last step; empty within a step.
         self._versions = {param: _versions(param) for param in rounded}
         self._next_steps: list[int] = []  # by group, ``rounding_step`` after the last step
         self._names: dict[Tensor, str] = {}
@@ -49,7 +48,7 @@ class Rounding:
         return Rounding, (self._offload, list(self._versions))
 
     def begin(self, groups: Sequence[Group], state: OptimizerState) -> None:
-        """Sets the residuals of weights that were changed since the last step to zero."""
+        """Zeroes the residuals of weights that have changed since the last step."""
         self.residuals, self._names = {}, {}
         outdated = []
         for group in groups:
@@ -59,25 +58,25 @@ class Rounding:
                 if not group.updates_in_fp32(param.dtype):
                     continue
                 self._names[param] = normalize_name(group.name_of(index))
-                # A parameter that is frozen now has a residual if it was trained before.
+                # A frozen parameter has a residual if it was trained before.
                 residual = state.get(param, {}).get("weight_residual")
                 if group.weight_rounding == "exact" and residual is not None:
                     self.residuals[param] = residual
                     if self._versions.get(param, _versions(param)) != _versions(param):
                         outdated.append(residual)
         if outdated:
-            self._offload.synchronize()  # a copy on its way back would undo the zeros
+            self._offload.synchronize()  # a copy in flight would undo the zeros
             for residual in outdated:
                 dtensors.local(residual).zero_()
 
     def begin_step(self, groups: Sequence[Group], state: OptimizerState) -> None:
-        """As `begin`; from now on until `end`, weights change by the step alone."""
+        """Like `begin`; from now on until `end`, only the step may change weights."""
         self.begin(groups, state)
         self._versions = {}  # an interrupt may keep `end` from being called
         self._next_steps = [group.rounding_step + 1 for group in groups]
 
     def tensor(self, param: Tensor, group: Group) -> Tensor:
-        """The residual of this rank's part of a parameter, or the places of its random bits."""
+        """The residual of this rank's part of a parameter, or a meta view that places its bits."""
         if group.weight_rounding == "exact":
             return as_int16(dtensors.local(self.residuals[param]))
         sharding, shape = dtensors.sharding_of(param), tuple(param.shape)
@@ -89,7 +88,7 @@ class Rounding:
     def by(
         self, params: Sequence[Tensor], tensors: Sequence[Tensor], group: Group
     ) -> list[RoundedBy]:
-        """What pieces of parameters are rounded by in this step, of their `tensor`."""
+        """Residuals or random bits for pieces of parameters; ``tensors`` are pieces of `tensor`."""
         if group.weight_rounding == "exact":
             return list(tensors)
         return [
@@ -98,20 +97,20 @@ class Rounding:
         ]
 
     def end(self) -> None:
-        """Records the version counters of the weights that a step has left."""
+        """Records the version counters of weights after a step."""
         self._versions = {param: _versions(param) for param in self.residuals}
 
     def count_step(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Counts the last step, however often called, in groups that are rounded at random."""
+        """Counts the last step once, even if called again, in groups with stochastic rounding."""
         for group, step in zip(groups, self._next_steps):
             if group["weight_rounding"] == "stochastic":
                 group["rounding_step"] = step
 
     def by_key(self, groups: Sequence[Group]) -> dict[str, Tensor]:
-        """Parameters that have a residual, by their keys in the model's ``state_dict()``.
+        """Parameters with a residual, by their keys in the model's ``state_dict()``.
 
         Raises:
-            ValueError: one has no name, or another parameter of the optimizer has the same.
+            ValueError: a parameter has no name, or shares its name with another.
         """
         counts = Counter(state_dict_key(n) for group in groups for n in group.names or ())
         by_key = {}
@@ -134,12 +133,12 @@ class Rounding:
         return by_key
 
     def exact(self, param: Tensor) -> Tensor:
-        """A parameter in fp32 with its residual, a new tensor."""
+        """A parameter with its residual, as a new fp32 tensor."""
         weights, residual = dtensors.local(param), self.residuals[param]
         self._offload.synchronize()
         kept = dtensors.local(residual).to(weights.device)
         if not dtensors.is_dtensor(param):
-            kept = dtensors.gathered(kept, residual)  # which replicas may divide
+            kept = dtensors.gathered(kept, residual)  # replicas may divide it
         (exact,) = widen([weights], [as_int16(kept)])
         placed = dtensors.mesh_placements_of(param)
         if placed is None:
@@ -147,19 +146,19 @@ class Rounding:
         return dtensors.dtensor_of(exact, placed, param.shape, param.stride())
 
     def set_exact(self, param: Tensor, value: Tensor) -> None:
-        """Sets a parameter and its residual to a tensor in fp32 that lies as the parameter does."""
+        """Sets a parameter and its residual from an fp32 tensor with the parameter's placement."""
         weights, residual = dtensors.local(param), self.residuals[param]
         rounded_off = torch.empty_like(weights, dtype=torch.int16)
         round_into([dtensors.local(value).to(weights.device, copy=True)], [weights], [rounded_off])
         divided = dtensors.mesh_placements_of(residual)
         if divided is not None and not dtensors.is_dtensor(param):
             rounded_off = dtensors.local(dtensors.shard_tensor(rounded_off, divided))
-        self._offload.synchronize()  # a copy on its way would undo what is written, as in `begin`
+        self._offload.synchronize()  # a copy in flight would undo the writes, as in `begin`
         as_int16(dtensors.local(residual)).copy_(rounded_off)
         torch.autograd.graph.increment_version(param)
         self._versions[param] = _versions(param)
 
 
 def _versions(param: Tensor) -> tuple[int, int]:
-    """Version counters of a parameter and of its local tensor: either may be changed alone."""
+    """Version counters of a parameter and of its local tensor: either may change alone."""
     return param._version, dtensors.raw_local(param)._version

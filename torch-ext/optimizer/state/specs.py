@@ -1,4 +1,4 @@
-"""Says which tensors of state a parameter has, of which shapes and dtypes; makes, checks them."""
+"""Specifies a parameter's state tensors with shapes and dtypes; creates and checks them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..distributed.plan import Entry
 from ..distributed.replicas import is_divided
 from ..parameters.options import FLOATING_DTYPES, Group, Settings
 
-# Keys of the tensors of state that can be large, and with AdamW's ``step``, one number, all keys.
+# All keys of state: those of large tensors, and AdamW's ``step``, a single number.
 ALL_KEYS = (*KEYS, "step")
 
 
 class Spec(NamedTuple):
-    """A tensor of the state of a parameter.
+    """A tensor in a parameter's state.
 
     Args:
-        shape: of the whole tensor.
-        placed: its mesh and placements; None for a plain tensor.
-        dtype: None stands for the gradient's when the tensor is made; later any may stay.
+        shape: shape of the whole tensor.
+        placed: mesh and placements; None for a plain tensor.
+        dtype: None means the gradient's dtype for a new tensor, and any dtype for an existing one.
     """
 
     shape: torch.Size
@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
 
 def momentum_dtype(group: Group, dtype: torch.dtype) -> Optional[torch.dtype]:
-    """The dtype of the momentum of a parameter of ``dtype``; None as in `Spec`."""
+    """The momentum's dtype for a parameter of ``dtype``; None as in `Spec`."""
     if group.momentum_dtype is None and group.updates_in_fp32(dtype):
         return torch.float32
     return group.momentum_dtype
@@ -43,12 +43,12 @@ def momentum_dtype(group: Group, dtype: torch.dtype) -> Optional[torch.dtype]:
 def specs_of(
     param: Tensor, entry: Optional[Entry], group: Group, settings: Settings
 ) -> dict[str, Spec]:
-    """The tensors of a trainable parameter's state, by key.
+    """Specs of a trainable parameter's state, by key.
 
     Args:
         param: the parameter.
-        entry: of a Muon parameter; None of AdamW's.
-        group: the options that decide on keys and dtypes.
+        entry: its entry if it is Muon's; None if it is AdamW's.
+        group: its group, whose options decide on keys and dtypes.
         settings: says which replicas divide state.
     """
     own = dtensors.mesh_placements_of(param)
@@ -66,7 +66,7 @@ def specs_of(
         if group.beta2 is not None:
             m = entry.matrices
             numbers = torch.Size([*m.shape[: m.row_dim], sum(map(m.all_moments, m.blocks))])
-            # Experts lie as the parameter's do; a rank has all numbers of each of its experts.
+            # Divided by experts like the parameter; a rank has all numbers of each of its experts.
             by_experts = dtensors.expert_placements_of(param, m.row_dim)
             specs["second_momentum_buffer"] = Spec(numbers, by_experts, torch.float32)
     if in_fp32 and group.weight_rounding == "exact":
@@ -77,10 +77,10 @@ def specs_of(
 
 
 def zeros(spec: Spec, param: Tensor, device: Optional[torch.device] = None) -> Tensor:
-    """A tensor of a parameter's state as it begins. To be called under ``no_grad``.
+    """Creates a state tensor of zeros for a parameter. Call it under ``no_grad``.
 
     Args:
-        device: for the memory; None is that of the parameter's local tensor.
+        device: where to allocate it; None means the device of the parameter's local tensor.
     """
     shape, placed, dtype = spec
     local = dtensors.local(param)
@@ -97,15 +97,15 @@ def zeros(spec: Spec, param: Tensor, device: Optional[torch.device] = None) -> T
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The stride that torch.zeros_like gives to a tensor like this one, by ``preserve_format``."""
+    """The stride of ``torch.zeros_like(tensor, memory_format=torch.preserve_format)``."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
     return torch.empty_like(like, memory_format=torch.preserve_format).stride()
 
 
 def converted(value: Tensor, dtype: Optional[torch.dtype], device: torch.device) -> Tensor:
-    """A tensor of state in a dtype, if one is given, and on a device; plain or a DTensor as before.
+    """Converts a state tensor to a device and, unless None, a dtype; a DTensor stays one.
 
-    Returns the given tensor where there is nothing to convert, as torch.optim does when it loads.
+    Returns the tensor itself if there is nothing to convert, as torch.optim does when it loads.
     """
     local = dtensors.local(value)
     dtype = dtype or local.dtype
@@ -124,7 +124,7 @@ def check_state(
     state: Mapping[Tensor, Any],
     settings: Settings,
 ) -> None:
-    """Checks that state fits the parameters as they are now; parameters may have been replaced."""
+    """Checks that state fits the current parameters, which may have been replaced."""
     for index, (param, entry) in enumerate(zip(group.params, entries)):
         param_state = state.get(param)  # `state[param]` would create it
         if param_state:
@@ -135,9 +135,9 @@ def check_state(
 def check_tensors(
     param_state: Mapping[str, Any], specs: Mapping[str, Spec], source: str, name: str
 ) -> None:
-    """Checks tensors of one parameter's state: kind of numbers, shape, mesh and placements.
+    """Checks one parameter's state tensors: kind of numbers, shape, mesh and placements.
 
-    ``source`` says where the state is, and ``name`` which parameter's, for messages.
+    Messages say where the state is (``source``) and which parameter it belongs to (``name``).
     """
     for key, spec in specs.items():
         value = param_state.get(key)
@@ -152,13 +152,13 @@ def check_tensors(
         is_tensor = isinstance(value, Tensor)
         if not is_tensor or value.dtype not in dtypes:
             actual = value.dtype if is_tensor else type(value).__name__
-            raise ValueError(f"{where} is {actual}, no tensor of {numbers}")
+            raise ValueError(f"{where} is {actual}, but must be a tensor of {numbers}")
         if value.layout != torch.strided or value.is_meta:
             actual = "on meta" if value.is_meta else f"sparse ({value.layout})"
             raise ValueError(f"{where} is {actual}; make it dense")
         local = dtensors.raw_local(value)
         if spec.dtype == torch.uint8 and not local.is_contiguous():
-            raise ValueError(f"{where} is not contiguous: make it so, by .contiguous()")
+            raise ValueError(f"{where} is not contiguous: call .contiguous() on it")
         if value.shape != spec.shape:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {source}, "
@@ -166,7 +166,7 @@ def check_tensors(
             )
         if not dtensors.is_placed(value, spec.placed):
             remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            if spec.placed is None:  # as after unpickling, which brings no process group back
+            if spec.placed is None:  # as after unpickling, which doesn't restore process groups
                 placement = "plain"
                 remedy = f"give the process group again, optim.process_group = ..., or {remedy}"
             else:
@@ -174,13 +174,13 @@ def check_tensors(
             raise ValueError(
                 f"{where} is {dtensors.describe(value)}, where it should be {placement}; {remedy}"
             )
-        # Kernels trust that this rank's part of a DTensor has the size that it should have.
+        # Kernels rely on the size of this rank's part of a DTensor.
         if spec.placed is not None:
             needed = dtensors.local_shape(spec.shape, spec.placed)
             if not regions.is_same_shape(local.shape, needed):
                 raise ValueError(
-                    f"of {where} this rank holds {tuple(local.shape)}, where it should be "
-                    f"{tuple(needed)}"
+                    f"{where} has local shape {tuple(local.shape)} on this rank, where "
+                    f"{tuple(needed)} is needed"
                 )
 
 

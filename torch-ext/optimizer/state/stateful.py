@@ -1,5 +1,5 @@
-"""Where an optimizer's state lives, and how it is saved and loaded: state dicts, exact weights,
-pickles, broken steps, CPU offload."""
+"""Saves and loads an optimizer's state: state dicts, exact weights, pickles, failed steps, CPU
+offload."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def through_wrappers(method: _Function) -> _Function:
-    """Decorates a method that sets attributes, so that these are set on the optimizer itself.
+    """Decorates a method that sets attributes, so that it sets them on the optimizer itself.
 
     A wrapper that derives from the optimizer's class and forwards attributes, as Lightning's does,
-    inherits methods. It would forward what they read, and keep what they set.
+    inherits methods. It would forward their reads, but keep their writes.
     """
 
     @functools.wraps(method)
@@ -43,7 +43,7 @@ def through_wrappers(method: _Function) -> _Function:
 class Stateful(torch.optim.Optimizer):
     """An optimizer whose state can be saved on one layout and loaded on another.
 
-    It reads the parameter groups; `Muon` checks and surveys them, and steps.
+    This class reads the parameter groups; `Muon` checks and surveys them, and steps.
     """
 
     _settings: Settings
@@ -56,8 +56,8 @@ class Stateful(torch.optim.Optimizer):
     _registration: agreement.Registration
     _names: list[Optional[list[str]]]  # by group
     _audit: Any
-    _load: object  # tells the last load from earlier ones
-    _warned_of_rows: bool  # of a state dict with only this rank's rows
+    _load: object  # identifies the last load
+    _warned_of_rows: bool  # True after the warning that a state dict has only this rank's rows
 
     def _take_survey(self, groups: list[Group]) -> Survey:
         raise NotImplementedError
@@ -86,12 +86,12 @@ class Stateful(torch.optim.Optimizer):
     def _read_groups(self) -> list[Group]:
         """Views of all groups as they are now; most of the package reads only these.
 
-        Names that were set on a group since the last call are taken over first.
+        Reads names that were set on a group since the last call first.
         """
         if len(self._names) != len(self.param_groups):
             raise ValueError(
                 f"there are {len(self.param_groups)} param_groups, but {len(self._names)} were "
-                "added: add groups by add_param_group; make a new optimizer to leave groups out"
+                "added: add groups with add_param_group; create a new optimizer to remove groups"
             )
         for number, group in enumerate(self.param_groups):
             if "names" in group:  # set on the group after construction
@@ -106,20 +106,20 @@ class Stateful(torch.optim.Optimizer):
         ]
 
     def _translate(self, group: dict[str, Any]) -> Group:
-        """The view of a group; subclasses whose groups have other keys rename these first."""
+        """The view of a group; subclasses whose groups have other keys rename the keys first."""
         group.setdefault("rounding_step", 0)
         return Group(**{key: group[key] for key in Group.__dataclass_fields__})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults of the keys that a group may lack; in subclasses they can depend on it."""
+        """Defaults of the keys that a group may lack; subclasses may choose them by group."""
         return {key: self.defaults[key] for key in GROUP_OPTIONS}
 
     @property
     def is_broken(self) -> bool:
         """True if weights and state do not belong together.
 
-        This is so after a `step` or a load was interrupted, or `discard_state` was called.
-        `load_state_dict` repairs it; so does `accept_partial_step`, after an interrupted step.
+        This is so after a `step` or a load failed partway, or after `discard_state`.
+        `load_state_dict` repairs it; so does `accept_partial_step`, after a step.
         """
         return self._integrity.is_broken()
 
@@ -130,12 +130,12 @@ class Stateful(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns a state dict as torch.optim does, after creating missing state.
 
-        If ``process_group`` divides state among replicas, it holds only this rank's rows. Dtypes
+        If ``process_group`` divides state among replicas, it has only this rank's rows. Dtypes
         among the options are saved as strings, because torch.distributed.checkpoint does not accept
         dtypes in full state dicts.
 
         Raises:
-            RuntimeError: a `step` or a load was interrupted; see `accept_partial_step` and
+            RuntimeError: a `step` or a load failed partway; see `accept_partial_step` and
                 `discard_state`.
         """
         self._integrity.check(accept=integrity.VOID)
@@ -162,7 +162,7 @@ class Stateful(torch.optim.Optimizer):
         return state_dict
 
     def _warn_about_divided_state(self) -> None:
-        """Warns once of state that replicas divide, unless torch.distributed.checkpoint asks."""
+        """Warns once that replicas divide state, unless torch.distributed.checkpoint is calling."""
         if self._warned_of_rows or len(self._settings.replica_ranks or ()) < 2:
             return
         is_divided = any(
@@ -172,10 +172,10 @@ class Stateful(torch.optim.Optimizer):
         )
         if is_divided and not validation.is_called_by("torch.distributed.checkpoint"):
             validation.warn(
-                "state_dict() has only this rank's rows of the state that process_group divides: a "
-                "file that one rank alone saves of it (torch.save on rank 0) is of no use to "
-                "resume from. Save by torch.distributed.checkpoint, or each rank a file, or leave "
-                "process_group out"
+                "state_dict() has only this rank's rows of the state that process_group divides, "
+                "so a file from one rank alone (torch.save on rank 0) can't resume training. Save "
+                "with torch.distributed.checkpoint, or one file per rank, or leave process_group "
+                "out"
             )
             self._warned_of_rows = True
 
@@ -190,7 +190,7 @@ class Stateful(torch.optim.Optimizer):
         Raises:
             ValueError: a group has no names, or two parameters have the same name.
 
-        >>> state_dict = {**model.state_dict(), **optimizer.exact_weights()}
+        >>> state_dict = {**model.state_dict(), **optim.exact_weights()}
         """
         params = self._params_with_residuals()
         return {key: self._rounding.exact(param) for key, param in params.items()}
@@ -212,7 +212,7 @@ class Stateful(torch.optim.Optimizer):
             key = state_dict_key(find(name) or name)
             validation.check_exact_weight(name, value, params.get(key))
             if key in values:
-                raise ValueError(f"{name} is {key}, which is given twice")
+                raise ValueError(f"{name} is {key}, which is given twice; pass it once")
             values[key] = value
         for key, value in values.items():
             self._rounding.set_exact(params[key], value)
@@ -234,14 +234,14 @@ class Stateful(torch.optim.Optimizer):
 
         Raises:
             ValueError: the checkpoint does not fit; nothing was loaded.
-            RuntimeError: loading was interrupted and has to be repeated.
+            RuntimeError: loading failed partway and has to be repeated.
         """
         checkpoints.check_type(state_dict)
         loaded: dict[Tensor, dict[str, Any]] = {}
         own: set[int] = set()  # ids of tensors that are used again
         before = id(self.state)  # torch puts another mapping in its place once all checks passed
 
-        # An interrupt may leave hooks of an earlier load registered, which have to do nothing.
+        # An interrupt may leave hooks of an earlier load registered; these must do nothing.
         this_load = self._load = object()
 
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
@@ -264,8 +264,8 @@ class Stateful(torch.optim.Optimizer):
             self._offload.clear()
             checkpoints.place_tensors(self.state, loaded, self._offload, own)
             self._create_state(self._read_groups())
-            self._integrity.mend()
-            before = id(self.state)  # what the user's post-hooks raise breaks nothing
+            self._integrity.restore()
+            before = id(self.state)  # errors in the user's post-hooks break nothing
 
         def has_begun(_: BaseException) -> bool:
             return id(self.state) != before
@@ -276,7 +276,7 @@ class Stateful(torch.optim.Optimizer):
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ]
         # Tensors that are made in inference mode can't be changed outside of it. The context that
-        # turns it off would also turn gradients on, so this keeps them on or off as they were.
+        # turns it off would also turn gradients on, so the previous mode is restored.
         enabled = torch.is_grad_enabled()
         try:
             with (
@@ -295,8 +295,8 @@ class Stateful(torch.optim.Optimizer):
         others: dict[Any, Any],
         param_groups: Sequence[dict[str, Any]],
     ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-        """Checks a checkpoint's state and groups, and divides its state like this optimizer's;
-        returns its groups, with every key, and its state by parameter."""
+        """Checks a checkpoint's state and groups, and divides its state like this optimizer's.
+        Returns its groups, with every key, and its state by parameter."""
         merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
         groups = self._read_groups()
         wheres = [f"{group.where} of the checkpoint" for group in groups]
@@ -324,8 +324,7 @@ class Stateful(torch.optim.Optimizer):
     ) -> None:
         """Loads the state of another optimizer from its checkpoint.
 
-        `foreign_checkpoints` in ``extras`` describes the conversion and has an example of each
-        kind.
+        `foreign_checkpoints` in ``extras`` describes the conversion, with an example of each kind.
 
         Args:
             states: a state dict, as ``torch.load(path, weights_only=True)`` returns it; a list of
@@ -339,8 +338,8 @@ class Stateful(torch.optim.Optimizer):
             params: all parameters, as tensors, (name, parameter) pairs or names, in the order in
                 which the other optimizer received them. Needed if names and the preset's groups do
                 not show which parameter is which.
-            hyperparameters: True also loads the hyperparameters that both optimizers have, except
-                options of orthogonalization and scale, and keys that schedulers keep. False keeps
+            hyperparameters: True also loads the hyperparameters that both optimizers have and the
+                keys that schedulers keep, but no options of orthogonalization or scale. False keeps
                 this optimizer's.
 
         Raises:
@@ -366,24 +365,23 @@ class Stateful(torch.optim.Optimizer):
     @through_wrappers
     @torch.no_grad()
     def accept_partial_step(self) -> None:
-        """Accepts the result of an interrupted step, so that training can continue.
+        """Accepts the result of a step that failed partway, so that training can continue.
 
-        Some parameters, or their momentum, remain one step ahead of others. The interrupted step
-        may have changed or cleared gradients: call `zero_grad` and continue with the next batch.
+        Some parameters, or their momentum, remain one step ahead of others. The step may have
+        changed or cleared gradients: call `zero_grad` and continue with the next batch.
 
-        Call this on all ranks, including those whose step completed. If a rank was interrupted
-        before its last exchange with other ranks, or if other ranks hold the same parameters and
-        may have updated them differently, state can be saved, but the next step raises on all ranks
-        that share parameters: save, and resume in a new launch.
+        Call this on all ranks, including those whose step completed. If a rank's step ended before
+        its last exchange with other ranks, or if other ranks hold the same parameters and may have
+        updated them differently, state can be saved, but the next step raises on all ranks that
+        share parameters: save, and resume in a new launch.
 
         Raises:
-            RuntimeError: a load was interrupted, or `discard_state` was called. Nothing was
-                changed.
+            RuntimeError: a load failed partway, or `discard_state` was called. Nothing was changed.
         """
         self._integrity.check(accept=integrity.PARTIAL)
-        self._create_state(self._read_groups())  # the first step may have made only some of it
+        self._create_state(self._read_groups())  # the first step may have created only some of it
         if self.is_broken and not self._agreement.only_creates:
-            # As other ranks did, on which it was whole.
+            # As on other ranks, where the step was completed.
             self._rounding.count_step(self.param_groups)
         self._integrity.accept()
         self._forget_plans()
@@ -393,9 +391,9 @@ class Stateful(torch.optim.Optimizer):
     def discard_state(self) -> None:
         """Sets all state to zeros, for torch.distributed.checkpoint to load into.
 
-        After an interrupted `step`, `state_dict` raises so that broken state is not saved. After
-        ``discard_state()`` it returns zeros, and `step` raises until `load_state_dict` has been
-        called. Call this on all ranks.
+        After a `step` that failed partway, `state_dict` raises so that broken state is not saved.
+        After ``discard_state()`` it returns zeros, and `step` raises until `load_state_dict` has
+        been called. Call this on all ranks.
         """
         self._integrity.discard()
         self._forget_tensors()
@@ -474,7 +472,7 @@ class Stateful(torch.optim.Optimizer):
 
 
 def _suggesting_kind(saved_groups: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
-    """A context in which errors name another optimizer that wrote the checkpoint."""
+    """A context in which errors name the optimizer that wrote the checkpoint, if not this one."""
     if all(checkpoints.OWN_KEY in group for group in saved_groups):
         return nullcontext()
     from ..extras.foreign_checkpoints.kinds import suggesting_kind

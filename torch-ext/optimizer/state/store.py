@@ -1,4 +1,4 @@
-"""Creates the state of an optimizer, on the device or in host memory, and drops what is unused."""
+"""Creates an optimizer's state, on the device or in host memory, and drops unused state."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ META = torch.device("meta")
 class StateStore:
     """Creates missing state, and knows whether steps still have to check it.
 
-    State dicts hold tensors of zeros that no step has used, since ``state_dict()`` creates state.
-    Loaded again after steps, they have to reset the state, as torch.optim's do. So no step writes
-    into such tensors: the first one makes new ones in their place.
+    Since ``state_dict()`` creates state, a state dict may contain zeros that no step has used. If
+    it is loaded after steps, it must reset the state, as with torch.optim. So no step writes into
+    these tensors: the first step replaces them by new ones.
     """
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
-        self._checked: Optional[list[Any]] = None  # all objects that the last step has left
-        # Tensors of state that steps have used, since a load or copy, which begin with a new store.
+        self._checked: Optional[list[Any]] = None  # all objects of state after the last step
+        # State tensors that steps have used since a load or copy; both begin with a new store.
         self._used: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        # Zeros that state dicts hold, with their version counters.
+        # Zeros in state dicts, with their version counters.
         self._zeros: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
     @property
     def is_checked(self) -> bool:
-        """Whether the last step has created and checked all state that there is now."""
+        """True if the last step has created and checked all current state."""
         return self._checked is not None
 
     def recheck(self) -> None:
@@ -48,7 +48,7 @@ class StateStore:
         self._checked = None
 
     def recheck_replaced(self, state: MutableOptimizerState) -> None:
-        """Makes this step check state if a tensor of it was replaced since the last step."""
+        """Makes this step check state if any tensor in it was replaced since the last step."""
         if self._checked is not None:
             current = _objects_of(state)
             is_same = len(current) == len(self._checked)
@@ -56,14 +56,14 @@ class StateStore:
                 self._checked = None
 
     def mark_checked(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
-        """Spares later steps the checks of state, as long as its tensors are the same objects."""
+        """Lets later steps skip the checks of state while its tensors are the same objects."""
         self._checked = _objects_of(state)
         values = chain.from_iterable(state[p].values() for p in params if p in state)
         self._used.update((value, None) for value in values if isinstance(value, Tensor))
 
     def note_zeros(self, state: MutableOptimizerState) -> None:
-        """Notes the state of zeros that no step has used, and that a state dict is about to hold:
-        a step must not read it to know."""
+        """Records the zeros that no step has used and that a state dict will contain, so that a
+        step need not read state to find them."""
         for param, own in state.items():
             for key in ALL_KEYS if isinstance(param, Tensor) else ():
                 value = own.get(key)
@@ -71,12 +71,12 @@ class StateStore:
                     self._zeros[value] = dtensors.raw_local(value)._version
 
     def unwritten_zeros(self) -> list[Tensor]:
-        """The zeros that state dicts hold and nobody has written since."""
+        """The zeros in state dicts that have not been written since."""
         zeros = self._zeros.items()
         return [value for value, version in zeros if dtensors.raw_local(value)._version == version]
 
     def drop_zeros(self, state: MutableOptimizerState) -> None:
-        """Drops `unwritten_zeros`, for `create_missing` to make them anew."""
+        """Drops `unwritten_zeros`; `create_missing` then creates new ones."""
         unwritten = set(map(id, self.unwritten_zeros()))
         for param, own in state.items() if unwritten else ():
             for key in ALL_KEYS if isinstance(param, Tensor) else ():
@@ -93,11 +93,11 @@ class StateStore:
         entries: Sequence[Sequence[Optional[Entry]]],
         settings: Settings,
     ) -> None:
-        """Creates whatever state is missing, on all ranks alike; drops what options no longer ask
-        for, from which no step goes on; and converts what has another dtype than it should.
+        """Creates missing state, drops state that options no longer need, and converts state to
+        the dtype it should have. All ranks do the same.
 
-        Options and the parameter's dtype may be changed at any time. All trainable parameters have
-        state, and frozen ones that were trained before.
+        Options and a parameter's dtype may change at any time. All trainable parameters have state,
+        and so do frozen parameters that were trained before.
         """
         on_host: list[tuple[dict[str, Tensor], str, Tensor, torch.device]] = []
         for group, group_entries in zip(groups, entries):
@@ -129,8 +129,8 @@ class StateStore:
     def drop_departed(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
         """Drops the state of parameters that have left the groups, if it is all zeros.
 
-        A trainer that replaces parameters by their shards may have called `state_dict` before,
-        which creates state. That state would keep the whole model alive.
+        A trainer may call `state_dict`, which creates state, before it replaces parameters by
+        shards. That state would keep the whole model in memory.
         """
         current = {id(param) for param in params}
         departed = [key for key in state if isinstance(key, Tensor) and id(key) not in current]
@@ -143,14 +143,14 @@ class StateStore:
 
 
 def _objects_of(state: MutableOptimizerState) -> list[Any]:
-    """What each parameter has in the state, and the values in that."""
+    """The state of each parameter, and the values in it."""
     states = list(state.values())
     dicts = [own for own in states if isinstance(own, dict)]  # others are the user's
     return [*states, *chain.from_iterable(map(dict.values, dicts))]
 
 
 def _is_zero(value: Tensor) -> bool:
-    """Whether this rank's part of a tensor is all zeros; its first row mostly tells."""
+    """True if this rank's part of a tensor is all zeros; mostly the first row shows it isn't."""
     if value.is_meta:
         return True
     local = dtensors.local(value)

@@ -1,1 +1,1 @@
-"""What a step works on, and what ranks compare before it; `pipeline` runs the step."""
+"""Data that a step works on, and notes that ranks compare before it; `pipeline` runs the step."""

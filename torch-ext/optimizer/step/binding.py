@@ -1,7 +1,7 @@
-"""Binds a plan to parameters and state: for each chunk, once, the lists that its events work on.
+"""Binds a plan to parameters and state: builds, once, the lists that each chunk's events work on.
 
-A bound chunk is valid as long as parameters and state keep their storages. What comes from host
-memory is bound by where it lies there; an event brings it to the device, list by list.
+A bound chunk is valid as long as parameters and state keep their storages. Tensors in host memory
+are bound where they lie there; an event brings them to the device, list by list.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 State = Mapping[Tensor, Mapping[str, Tensor]]  # of an optimizer, by parameter
 
-# Bytes of a span's copy in opmath, where arithmetic needs one (`core.update_dtype`).
+# Bytes of a span's copy in opmath, if arithmetic needs one (`core.update_dtype`).
 SPAN_BYTES = {"cpu": 1 << 20}
 DEFAULT_SPAN_BYTES = 64 << 20
 
@@ -45,10 +45,10 @@ class Moments:
 
     Args:
         entries: the entry of each unit.
-        tensors: V of each: a view (experts…, matrices of each expert…, numbers of each).
+        tensors: V of each unit: a view (experts…, matrices of an expert…, numbers of a matrix).
         start: where the owners' mean squares begin in the chunk's side buffer.
-        sizes: V of a unit in this shape broadcasts to the unit.
-        indices: what this rank's pieces of a unit have of that.
+        sizes: the shape in which V of a unit broadcasts to the unit.
+        indices: for each of this rank's pieces of a unit, the part of V that belongs to it.
     """
 
     entries: list[int]
@@ -58,10 +58,10 @@ class Moments:
     indices: list[tuple[slice, ...]]
 
     def of_pieces(self, of_units: Tensor) -> list[Tensor]:
-        """Numbers of the units' matrices, piece by piece, as they broadcast to the pieces.
+        """Divides numbers of the units' matrices by pieces, in shapes that broadcast to the pieces.
 
-        Of a tall unit of 8 rows, of which this rank has rows 0 to 2 and 6 to 7, these are numbers 0
-        to 2, as (3, 1), and 6 to 7.
+        For a tall unit of 8 rows, if this rank has rows 0 to 2 and 6 to 7, the result is numbers 0
+        to 2, as (3, 1), and numbers 6 to 7, as (2, 1).
         """
         of_units = of_units.view(-1, *self.sizes)
         columns = [of_units[(slice(None), *index)].unbind(0) for index in self.indices]
@@ -77,9 +77,9 @@ class Places(NamedTuple):
     """Where the pieces of one batch lie in a span, unit by unit.
 
     Args:
-        start: of the first.
-        units: how many units.
-        shapes: of the pieces of each unit.
+        start: where the first piece begins, in elements.
+        units: number of units.
+        shapes: shapes of the pieces of a unit.
     """
 
     start: int
@@ -99,21 +99,21 @@ class Places(NamedTuple):
 
 @dataclass
 class Pieces:
-    """This rank's pieces of matrices that one call updates: of one group, one dtype, one scale.
+    """This rank's pieces of matrices that one call updates: one group, one dtype, one scale.
 
     Most lists have an item for each piece.
 
     Args:
         group: number of the group.
-        scale: of the update.
-        is_staged: whether the pieces have places in the chunk's buffer.
-        entries: the entry of each.
-        params: the parameter of each.
-        tensors: views of the momentum, or of the weights.
-        parts: where each lies in the gradient of the entry, or in its weights; None for all of it.
+        scale: factor on the update.
+        is_staged: True if the pieces have places in the chunk's buffer.
+        entries: the entry of each piece.
+        params: the parameter of each piece.
+        tensors: views of the momentum or of the weights.
+        parts: where each piece lies in the entry's gradient or weights; None for all of it.
         rounding: residuals, or the places of random bits; None if weights are not updated in fp32.
-        places: of each batch.
-        moments: of each batch; empty without a second moment.
+        places: the places of each batch.
+        moments: the second moments of each batch; empty without a second moment.
     """
 
     group: int
@@ -136,9 +136,9 @@ class Pieces:
         return views
 
     def without(self, absent: frozenset[int]) -> Pieces:
-        """The pieces of entries that take part, moved up to the first places of their batch.
+        """The pieces of entries with a gradient, moved up to the first places of their batch.
 
-        For lanes without traffic, in which units are whole, so that each has one piece.
+        Only for lanes without traffic, in which every unit is whole and has one piece.
         """
         present = [entry not in absent for entry in self.entries]
         places, at = [], 0
@@ -157,7 +157,7 @@ class Pieces:
         )
 
     def join(self, others: Pieces) -> None:
-        """Appends pieces that are updated alike."""
+        """Appends pieces that are updated in the same call."""
         for name in ("entries", "params", "tensors", "parts", "places", "moments"):
             getattr(self, name).extend(getattr(others, name))
         if self.rounding is not None and others.rounding is not None:
@@ -165,11 +165,11 @@ class Pieces:
 
 
 class Span(NamedTuple):
-    """An interval of a chunk's buffer, of which only so much is converted at once.
+    """An interval of a chunk's buffer that is converted at once.
 
     Args:
-        start, stop: of the interval.
-        pieces: that lie there, and those that have no place in the buffer.
+        start, stop: bounds of the interval, in elements.
+        pieces: the pieces in the interval, and pieces that have no place in the buffer.
     """
 
     start: int
@@ -182,12 +182,12 @@ class Span(NamedTuple):
 
 @dataclass
 class BoundChunk:
-    """What the events of a chunk work on.
+    """The tensors that the events of a chunk work on.
 
     Args:
-        momentum, weights: in the order of the chunk's buffers.
-        batches: those that this rank owns, each with how many of its units take part.
-        reads: entries whose gradient `momentum` reads.
+        momentum, weights: spans in the order of the chunk's buffers.
+        batches: the batches that this rank owns, each with the number of units that take part.
+        reads: entries whose gradients `momentum` reads.
     """
 
     chunk: Chunk
@@ -204,7 +204,7 @@ class BoundChunk:
         return sum(tensor.nbytes for each in pieces for tensor in each.tensors)
 
     def without(self, absent: frozenset[int]) -> BoundChunk:
-        """What is left without entries that take no part; in lanes with traffic they are none."""
+        """The chunk without absent entries; lanes with traffic never contain any."""
         if len(self.lane.peers) > 1 or absent.isdisjoint(self.reads):
             return self
         return replace(
@@ -222,27 +222,27 @@ class BoundChunk:
 class Bound:
     """A plan, bound to parameters and state, and the order of its events.
 
-    It is made for a plan and for the storages of the tensors that it binds, and valid as long as
-    both are; `prepare` chooses what takes part in a step.
+    It is valid as long as the plan and the storages of the bound tensors are; `prepare` chooses
+    which parameters take part in a step.
 
     Args:
-        params, state: of Muon, in the order of the plan's entries.
+        params, state: Muon's parameters, in the order of the plan's entries, and their state.
 
     Attributes:
-        chunks: those of the step, by number of the lane and of the chunk; without what is absent.
+        chunks: the step's chunks, without absent entries, by numbers of lane and chunk.
         taking_part: AdamW's parameters that take part, by group.
-        parts: of these.
-        averaged: the parameters whose gradients replicas average, in ZeRO-2, in the order in which
-            the step needs them; of each the number of its entry, None for one of AdamW's, and
-            whether this rank gets only its rows.
-        bucket_plan: of their gradients.
+        parts: the parts that AdamW updates at once.
+        averaged: in ZeRO-2, the parameters whose gradients replicas average, in the order in which
+            the step needs them. Each has the number of its entry (None for AdamW's), and True if
+            this rank gets only its rows.
+        bucket_plan: buckets of these gradients.
         schedule: all events of the step, in order.
-        loads: what an event brings from host memory.
-        rings: that bring these loads, by device.
-        last_exchange: the event that waits for the last updates from other ranks, None without
+        loads: for each event, the load that it brings from host memory.
+        rings: the rings that bring these loads, by device.
+        last_exchange: the event that waits for the last updates from other ranks; None without
             traffic.
-        last_reads: entries whose gradient no event reads after a chunk's; by None, those whose
-            gradient no event reads.
+        last_reads: for each chunk, the entries whose gradients no later event reads; under None,
+            those whose gradients no event reads.
         sharded: the parameters that are DTensors, by number of their entry.
         on_host: entries whose weights are in host memory, but are updated on a device.
     """
@@ -275,7 +275,7 @@ class Bound:
         self._settings = settings
         self._rounding = rounding
         self._offload = offload
-        # Of a weight without memory, which takes no part, there are views all the same.
+        # A weight without memory takes no part, but still needs views.
         self.weights = [
             dtensors.local(param).to("meta")
             if dtensors.lacks_memory(param)
@@ -293,7 +293,7 @@ class Bound:
         self._chosen: Optional[tuple[frozenset[int], list[list[int]]]] = None
 
     def fits(self) -> bool:
-        """Whether all storages are still those that were bound."""
+        """True if all tensors still have the storages that were bound."""
         return dtensors.addresses(self._tensors) == self._addresses
 
     def prepare(
@@ -302,26 +302,26 @@ class Bound:
         taking_part: Sequence[Sequence[Tensor]],
         grads: Sequence[Optional[Tensor]],
     ) -> None:
-        """Chooses what takes part in a step, if it is something else than in the last one.
+        """Chooses the parameters that take part in a step, if they differ from the last step's.
 
         Args:
             absent: entries that take no part.
-            taking_part: AdamW's parameters that do, by group.
-            grads: of the entries, as far as there are any.
+            taking_part: AdamW's parameters that take part, by group.
+            grads: the gradient of each entry; None where there is none yet.
         """
-        last, self._chosen = self._chosen, None  # so that after an error all is chosen anew
+        last, self._chosen = self._chosen, None  # after an error the next call chooses everything
         chosen = absent, [list(map(id, params)) for params in taking_part]
         if last is None or absent != last[0]:
             self.chunks = {key: chunk.without(absent) for key, chunk in self._whole.items()}
         if last is None or chosen[1] != last[1]:
             self._order(taking_part)
-        # Gradients in host memory are other tensors in each step.
+        # Gradients in host memory are different tensors in each step.
         if self._streams and (self.on_host or chosen != last):
             self._load(grads)
         self._chosen = chosen
 
     def _order(self, taking_part: Sequence[Sequence[Tensor]]) -> None:
-        """Binds AdamW's parameters, and makes the schedule."""
+        """Binds AdamW's parameters and makes the schedule."""
         replicas = self._settings.zero2_replicas
         binder = adamw.Binder(self._groups, self._state, replicas, self._offload, self._rounding)
         self.taking_part, self.parts = taking_part, binder.parts(taking_part)
@@ -349,21 +349,21 @@ class Bound:
             self.last_reads[key].append(entry)
 
     def divided_rows(self, param: Tensor) -> Optional[slice]:
-        """The rows of one of AdamW's parameters that this rank updates; None for all of them."""
+        """The rows of one of AdamW's parameters that this rank updates; None for all rows."""
         return adamw.divided_rows(param, self._settings.zero2_replicas)
 
     def _average(self, replicas: Replicas) -> None:
-        """Adds to the schedule the means of gradients, bucket by bucket, before it needs them."""
-        from ..distributed.zero2 import buckets_of  # loaded where it is used
+        """Adds events to the schedule that average gradients, bucket by bucket, before use."""
+        from ..distributed.zero2 import buckets_of  # loaded only in ZeRO-2
 
-        needed: dict[Event, int] = {}  # gradients, by event
+        needed: dict[Event, int] = {}  # how many gradients each event needs
         for event in self.schedule:
             if event.do is Do.GATHER:
                 for number in self._whole[event.chunk].reads:
                     if self.plan.entries[number].momentum_sharding is not None:
                         self.averaged.setdefault(self.params[number], (number, True))
             elif event.do is Do.ADAMW:
-                # All of the group's, since parts may be others on other ranks.
+                # All of the group's parameters, since parts may differ between ranks.
                 for param in self.taking_part[self.parts[event.number].group]:
                     if not dtensors.is_dtensor(param):
                         is_divided = self.divided_rows(param) is not None
@@ -376,7 +376,7 @@ class Bound:
         self.schedule = tuple(with_averages(self.schedule, needed, counts[-1]))
 
     def _load(self, grads: Sequence[Optional[Tensor]]) -> None:
-        """Says what each event brings from host memory."""
+        """Lists the tensors that each event brings from host memory."""
         self.loads = {}
         for event in self.schedule:
             load: Optional[Load] = None
@@ -407,29 +407,29 @@ class Bound:
         )
 
     def _spans(self, lane: Lane, shares: Sequence[Share], is_scatter: bool) -> list[Span]:
-        """The pieces of shares, span by span, in lists that one call updates."""
+        """The pieces of shares, span by span, in lists for one call each."""
         limit: float = math.inf
         if core.update_dtype(lane.wire, lane.opmath, lane.device) != lane.wire:
             nbytes = SPAN_BYTES.get(lane.device.type, DEFAULT_SPAN_BYTES)
             limit = nbytes / lane.opmath.itemsize
         spans: list[Span] = []
-        found: dict[tuple, Pieces] = {}  # of the last span
+        joined: dict[tuple, Pieces] = {}  # of the last span, by what one call has in common
         for share in shares:
             if not (is_scatter or share.boxes):
                 continue
             stop = share.start + len(share.units) * share.numel
             if not spans or (share.is_staged and stop - spans[-1].start > limit):
                 spans.append(Span(share.start, stop, []))
-                found = {}
+                joined = {}
             if share.is_staged:
                 spans[-1] = spans[-1]._replace(stop=stop)
             pieces = self._bind(share, share.start - spans[-1].start, is_scatter)
             dtype = self.plan.entries[share.units[0].entry].dtype
             key = share.is_staged, pieces.group, dtype, pieces.scale
-            if key in found:
-                found[key].join(pieces)
+            if key in joined:
+                joined[key].join(pieces)
             else:
-                found[key] = pieces
+                joined[key] = pieces
                 spans[-1].pieces.append(pieces)
         return spans
 
@@ -462,9 +462,9 @@ class Bound:
     def _part_of_gradient(self, number: int, part: LocalPart) -> Optional[LocalPart]:
         """Where a piece of the momentum lies in the gradient of its entry; None for all of it.
 
-        If replicas divide the momentum, and this rank has its rows 4 to 7, then row 5 has index 1
-        in the momentum. So it has in ZeRO-2, where this rank gets these rows of the mean gradient;
-        else row 5 of the gradient is meant.
+        If replicas divide the momentum, and this rank has rows 4 to 7, then row 5 has index 1 in
+        the momentum. In ZeRO-2 it has index 1 in the gradient, too, since this rank gets only these
+        rows of the mean gradient; otherwise it has index 5 there.
         """
         entry, rank = self.plan.entries[number], self.plan.rank
         rows = entry.momentum_region(rank)
@@ -495,7 +495,7 @@ class Bound:
         )
 
     def _second_moment(self, unit: Unit) -> Tensor:
-        """V of a unit's matrices: a view (experts…, matrices of each expert…, numbers of each)."""
+        """V of a unit's matrices: a view (experts…, matrices of an expert…, numbers of each)."""
         entry, block = self.plan.entries[unit.entry], unit.block
         row_dim, counting = entry.matrices.row_dim, slice(entry.matrices.row_dim, block.row_axis)
         held = entry.region(self.plan.rank)[:row_dim]
@@ -505,25 +505,25 @@ class Bound:
         V = V.unflatten(-1, (*block.shape[counting], -1))
         return V[(..., *regions.slices(unit.box[counting]), slice(None))]
 
-    # -- what comes from host memory -----------------------------------------------------------
+    # -- loads from host memory ----------------------------------------------------------------
 
     def _momentum_load(self, chunk: BoundChunk, grads: Sequence[Optional[Tensor]]) -> Load:
-        """What the momentum event of a chunk brings: momentum, gradients, list by list."""
+        """The load of a chunk's momentum event: momentum and gradients, list by list."""
         columns: list[list[Optional[Fetch]]] = []
         for pieces in (pieces for span in chunk.momentum for pieces in span.pieces):
             columns.append(self._fetches(pieces.entries, "momentum_buffer", pieces.tensors))
             columns.append([])
             for number, part in zip(pieces.entries, pieces.parts):
                 grad, fetch = grads[number], None
-                if number in self.on_host and grad is not None:  # else it is a mean, on the device
+                if number in self.on_host and grad is not None:  # a mean is on the device already
                     device = self.plan.entries[number].device
                     fetch = Fetch(grad if part is None else part.of(grad), device, written=False)
                 columns[-1].append(fetch)
         return Load(columns)
 
     def _weights_load(self, chunk: BoundChunk) -> Load:
-        """What the weights event of a chunk brings: second moments, residuals, weights, in the
-        order in which `pipeline.update_weights` asks for them."""
+        """The load of a chunk's weights event: second moments, residuals and weights, in the order
+        in which `pipeline.update_weights` asks for them."""
         columns = []
         for pieces in (pieces for span in chunk.weights for pieces in span.pieces):
             for of in pieces.moments:
@@ -550,7 +550,7 @@ class Bound:
 
 
 def _none_if_whole(part: LocalPart, held: Region) -> Optional[LocalPart]:
-    """A part of a local tensor, or None if it is all of it, with the dimensions as axes."""
+    """A part of a local tensor; None if it is the whole tensor, with the dimensions as axes."""
     sizes = regions.shape_of(held)
     dims = ((dim, size, 1) for dim, size in enumerate(sizes))
     is_whole = not any(part.starts) and len(part.axes) == len(sizes)

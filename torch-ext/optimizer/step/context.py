@@ -1,4 +1,4 @@
-"""One step: what its events ask for beside the lists that are bound to a plan."""
+"""One step: gradients, exchanges and tensors on the device that its events ask for."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ Bring = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Step:
-    """One step of a plan; a context that ends with all that it has begun.
+    """One step of a plan; a context manager that ends everything the step has begun.
 
     Args:
-        plan, groups, state, settings, offload, rounding, clipping: what the step works on.
-        absent: numbers of the plan's entries that take no part, for lack of a gradient.
-        bound: of the last step.
+        plan, groups, state, settings, offload, rounding, clipping: the objects a step works on.
+        absent: numbers of the plan's entries that take no part because they have no gradient.
+        bound: the last step's `Bound`, reused if it still fits.
         audit: records what the step does; None without an audit.
         progress: how far the step has come.
-        only_creates: whether the step only creates state, and does not count as one of AdamW.
+        only_creates: True if the step only creates state, and does not count as a step of AdamW.
 
     Attributes:
-        params: Muon's, in the order of the plan's entries.
-        exchanges: of the chunks in flight, by `Event.chunk`.
+        params: Muon's parameters, in the order of the plan's entries.
+        exchanges: exchanges of the chunks in flight, by `Event.chunk`.
         means: averages gradients; in ZeRO-2 only.
     """
 
@@ -80,10 +80,10 @@ class Step:
         self._state = state
         self._offload = offload
         self._last_bound = bound if bound is not None and bound.plan is plan else None
-        # Of each entry, as long as an event is to read it; None where there is none yet.
+        # By entry, until the last event has read it; None where there is no gradient yet.
         self._grads: list[Optional[Tensor]] = []
         self._mean_numbers: dict[Tensor, int] = {}  # by parameter, as `means` numbers them
-        self._kept_means: dict[Tensor, Tensor] = {}  # of AdamW's, of which more pieces come
+        self._kept_means: dict[Tensor, Tensor] = {}  # AdamW's parameters with more pieces to come
         self._sharing: list[RowAllGather] = []
 
     def __enter__(self) -> Step:
@@ -115,7 +115,7 @@ class Step:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends copies; makes the host wait for weights in host memory, also after an error."""
+        """Ends copies and, also after an error, makes the host wait for weights in host memory."""
         for ring in self.bound.rings.values():
             ring.close()
         if self.bound.on_host:
@@ -123,7 +123,7 @@ class Step:
             self._offload.end_step({entries[number].device for number in self.bound.on_host})
 
     def end(self) -> None:
-        """Completes what is in flight, and tells autograd what was written."""
+        """Completes operations in flight, and reports writes to autograd's version counters."""
         self.release_gradients(self.bound.last_reads[None])
         sharded = self.bound.sharded.items()
         torch.autograd.graph.increment_version(
@@ -140,8 +140,8 @@ class Step:
     def on_device(self, event: Event) -> Iterator[Bring]:
         """A context in which an event's tensors are on the device.
 
-        It gives a function that takes the event's lists one after the other, and returns them as
-        they are on the device.
+        It yields a function that maps the event's lists, passed in order, to lists of tensors on
+        the device.
         """
         load = self.bound.loads.get(event)
         if load is None:
@@ -160,18 +160,18 @@ class Step:
         ring.release(load)
 
     def in_update_dtype(self, buffer: Tensor, lane: Lane) -> Tensor:
-        """The buffer itself where arithmetic reads and writes its dtype, else one for a copy."""
+        """The buffer itself if arithmetic reads and writes its dtype, else a buffer for a copy."""
         dtype = core.update_dtype(lane.wire, lane.opmath, lane.device)
         return self.scratch.in_dtype(buffer, dtype)
 
     def watched(self, function: Callable[..., None], pieces: Pieces) -> Callable[..., None]:
-        """A function of `core` that updates pieces, observed by the audit if there is one."""
+        """A function of `core` that updates pieces, wrapped by the audit if there is one."""
         return function if self.audit is None else self.audit.watching(function, pieces)
 
     # -- gradients -----------------------------------------------------------------------------
 
     def _take_local_gradients(self, bound: Bound) -> None:
-        """Gets the gradients of entries that replicas do not average."""
+        """Collects the gradients of entries that replicas do not average."""
         self._grads = dtensors.raw_locals([param.grad for param in self.params])
         divided = set[int]()
         if self.settings.zero2_replicas is not None:
@@ -179,10 +179,10 @@ class Step:
             divided = {number for number, entry in entries if entry.momentum_sharding is not None}
             for number in divided:
                 self._grads[number] = None
-        self.complete_gradients(bound.on_host - self.absent - divided)  # to be brought
+        self.complete_gradients(bound.on_host - self.absent - divided)  # which events will load
 
     def _begin_averaging(self, group: Any) -> None:
-        from ..distributed.zero2 import MeanGradients  # loaded where it is used
+        from ..distributed.zero2 import MeanGradients  # loaded only in ZeRO-2
 
         params, averaged = list(self.bound.averaged), list(self.bound.averaged.values())
         self._mean_numbers = {param: index for index, param in enumerate(params)}
@@ -197,8 +197,8 @@ class Step:
         self.means = MeanGradients(params, divided, group, release, self.scratch, buckets)
 
     def complete_gradients(self, numbers: Iterable[int]) -> list[Tensor]:
-        """The gradients of entries, now also those that were no tensors yet: means of replicas, and
-        zeros for absent ones."""
+        """The gradients of entries, including those that were not tensors yet: means over replicas,
+        and zeros for missing gradients."""
         completed = []
         for number in numbers:
             grad = self._grads[number]
@@ -221,7 +221,7 @@ class Step:
         ]
 
     def adamw_gradients(self, part: adamw.Part) -> list[Tensor]:
-        """The gradients of a part's tensors, local ones or means."""
+        """The gradients of a part's tensors: local gradients or means."""
         grads = []
         held = dtensors.raw_locals([param.grad for param in part.params])
         for param, grad, index, is_last in zip(part.params, held, part.index, part.is_last):
@@ -235,10 +235,10 @@ class Step:
         return grads
 
     def release_gradients(self, numbers: Sequence[int]) -> None:
-        """Drops gradients that were read, and sets them to None where their groups ask for that.
+        """Drops gradients that were read, and sets ``param.grad`` to None if the group asks for it.
 
-        Gradients of capturable groups stay: the backward of a replayed graph writes to the memory
-        that it wrote to when it was captured.
+        Gradients of capturable groups stay: the backward of a replayed graph writes to the same
+        memory as when it was captured.
         """
         for number in numbers:
             self._grads[number] = None
@@ -250,13 +250,13 @@ class Step:
     # -- weights -------------------------------------------------------------------------------
 
     def rounded_by(self, of: Union[Pieces, adamw.Part], bring: Bring) -> Optional[list[RoundedBy]]:
-        """What weights are rounded by; None unless they are updated in fp32."""
+        """Residuals or random bits that round weights; None unless weights are updated in fp32."""
         if of.rounding is None:
             return None
         return self.rounding.by(of.params, bring(of.rounding), self.groups[of.group])
 
     def clip(self, pieces: Pieces) -> Optional[list[Optional[Tensor]]]:
-        """QK-Clip's factors on weights, None for those that it leaves; None without QK-Clip."""
+        """QK-Clip's factors on weights, None for weights it doesn't scale; None without QK-Clip."""
         if self.clipping is None:
             return None
         clip: list[Optional[Tensor]] = []
@@ -268,7 +268,7 @@ class Step:
         return clip
 
     def clip_adamw(self, part: adamw.Part) -> Optional[list[Optional[Tensor]]]:
-        """QK-Clip's factors on the tensors of a part, as `clip` has them."""
+        """QK-Clip's factors on the tensors of a part, as `clip` returns them."""
         if self.clipping is None:
             return None
         clip: list[Optional[Tensor]] = []
@@ -282,7 +282,7 @@ class Step:
         return clip
 
     def share_rows(self, group: int) -> None:
-        """Starts the all-gather that brings all replicas the updated rows of a group of AdamW's."""
+        """Starts the all-gather of the updated rows of one of AdamW's groups to all replicas."""
         from ..distributed.zero2 import RowAllGather
 
         assert self.settings.zero2_replicas is not None
@@ -293,11 +293,11 @@ class Step:
 
 
 def has_nonzero_gradient(group: Group) -> bool:
-    """Whether a group has a gradient with a number other than zero; waits for the device."""
+    """True if a group has a gradient with a nonzero element; waits for the device."""
     grads = (param.grad for param in group.params if param.grad is not None)
     return any(bool(dtensors.local(grad).any()) for grad in grads)
 
 
 def is_zero_rate(lr: Any) -> bool:
-    """Whether a learning rate is zero; False for a tensor on a device, which stays unread."""
+    """True if a learning rate is zero; False for a tensor on a device, which isn't read."""
     return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)

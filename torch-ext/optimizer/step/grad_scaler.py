@@ -1,11 +1,11 @@
 """Supports torch.amp.GradScaler: ranks that step together skip a step together.
 
 A scaler divides gradients by its scale, looks for Inf and NaN in them, and calls ``step()`` if it
-has found none. It reduces what it has found over the ranks that hold parts of the first gradient.
-Where this does not reach all ranks that step together, some of them would call ``step()`` and wait
-for the others. There the optimizer has ``_step_supports_amp_scaling``: the scaler then calls
-``step()`` always, with gradients that are still scaled, unless the caller has divided them. For the
-time of the call it sets two attributes of the optimizer, ``found_inf`` and ``grad_scale``.
+finds none. It reduces its finding over the ranks that hold parts of the first gradient. If these
+are not all ranks that step together, some ranks would call ``step()`` and wait for the others. In
+this case the optimizer has ``_step_supports_amp_scaling``, with which the scaler always calls
+``step()``, with gradients that are still scaled, unless the caller has unscaled them. During the
+call the scaler sets two attributes of the optimizer, ``found_inf`` and ``grad_scale``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .progress import Progress
 
 
 def scaler_agrees(params: Sequence[Tensor], settings: Settings) -> bool:
-    """Whether what a scaler finds is the same on all ranks that step together.
+    """True if a scaler finds the same on all ranks that step together.
 
-    For each device and dtype, a scaler reduces what it has found in all gradients over the ranks
-    that the first gradient is cut over. That is enough if these are all ranks, or if all gradients
-    are cut over these ranks, and the others hold replicas. Which ranks step together is known
-    without asking them only where they are all ranks.
+    For each device and dtype, a scaler reduces its finding over the ranks that the first gradient
+    is sharded over. That suffices if these are all ranks, or if all gradients are sharded over
+    these ranks and the other ranks hold replicas. Without communication, a rank knows which ranks
+    step together only if all ranks do.
     """
     shared = {shared_with(param, settings) for param in params}
     if all(ranks is None or len(ranks) == 1 for ranks in shared):
@@ -54,18 +54,18 @@ def scaler_agrees(params: Sequence[Tensor], settings: Settings) -> bool:
 
 
 class Scaling:
-    """What a scaler, if one calls every step, says of one step.
+    """A scaler's verdict and scale for one step, if the scaler calls every step.
 
-    As a context it removes the attributes that the scaler has set if the step raises. Otherwise the
-    scaler would multiply its scale into the one that is left, and a later step without a scaler
+    As a context manager it removes the attributes that the scaler set if the step raises. Otherwise
+    the scaler would multiply its next scale into the old one, and a later step without a scaler
     would be skipped.
 
     Args:
         optimizer: the optimizer whose attributes the scaler has set.
 
     Attributes:
-        skips: whether the step is to be skipped, False until `check` has read it; None if no scaler
-            has set attributes.
+        skips: True if the step must be skipped, False until `check` has read the verdict; None if
+            no scaler has set attributes.
     """
 
     def __init__(self, optimizer: Any):
@@ -83,16 +83,16 @@ class Scaling:
                 vars(self._optimizer).pop(attribute, None)
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Reads whether to skip the step, and checks that scaled gradients can be unscaled.
+        """Reads the scaler's verdict, and checks that scaled gradients can be unscaled.
 
-        To be called where the other ranks hear of an error.
+        Call this where errors are reported to the other ranks.
 
         Raises:
-            ValueError: a gradient is fp16, in which small numbers would be lost.
+            ValueError: a gradient is fp16, which would lose small numbers.
         """
         if self._found_inf is not None:
-            # Waits for the device, as a scaler does for itself before any other optimizer's step.
-            # On a rank without any gradient, the sum over devices is the integer 0.
+            # Waits for the device, as a scaler does before any other optimizer's step. On a rank
+            # without gradients, the sum over devices is the integer 0.
             self.skips = bool(self._found_inf)
         if self._scale is None or self.skips:
             return
@@ -107,7 +107,7 @@ class Scaling:
     def unscale(self, groups: Sequence[Group], progress: Progress) -> None:
         """Divides all gradients by the scale, in place, as ``scaler.unscale_`` does.
 
-        A step that fails after that can't be repeated, since it would divide them again.
+        If the step fails later, it can't be repeated, since it would divide them again.
         """
         if self._scale is None:
             return

@@ -1,6 +1,6 @@
-"""Takes the notes that ranks compare before a step: parameters, options, gradients, the plan.
+"""Writes the notes that ranks compare before a step: parameters, options, gradients, the plan.
 
-`distributed.agreement` exchanges these notes; all ranks go on or all raise.
+`distributed.agreement` exchanges these notes; then all ranks step, or all raise.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from .context import Step
 def take_notes(
     step: Step, survey: Survey, registration: Registration, steps: int
 ) -> dict[Ranks, StepNotes]:
-    """What each set of ranks must have in common.
+    """Writes down what must be equal on each set of ranks.
 
-    The ranks of a mesh share what is on it; the ranks that hold parts or replicas of the same
-    matrices share which of these have gradients; the ranks of a lane share what they exchange.
+    Ranks of a mesh must agree on the parameters on it, ranks that hold parts or replicas of the
+    same matrices on which of these have gradients, and ranks of a lane on what they exchange.
 
     Args:
-        step, survey: of this step.
-        registration: tells which of the optimizers that a set of ranks shares this is.
-        steps: how many steps the optimizer has made.
+        step: this step.
+        survey: the survey of its parameters.
+        registration: gives this optimizer's number among those that a set of ranks shares.
+        steps: number of steps the optimizer has made.
     """
     groups, plan, settings = step.groups, step.plan, step.settings
     clip_lines = step.clipping.notes if step.clipping else {}
@@ -64,7 +65,7 @@ def take_notes(
             lines.get(ranks, ()),
             gradients.get(ranks, ()),
             owners.get(ranks, ""),
-            f"the one made after {registration.number(ranks)} others, with {steps} steps so far"
+            f"optimizer {registration.number(ranks)} (counting from 0) after {steps} steps"
             if ranks in survey.shared
             else "",
         )
@@ -75,8 +76,8 @@ def take_notes(
 def replica_difference(
     step: Step, names: Sequence[Sequence[str]], state: Mapping[Any, Mapping[str, Any]]
 ) -> Optional[str]:
-    """Says in what replicas differ: in weights, in gradients that the step does not average, or if
-    two of them have the same part of divided state."""
+    """Describes how replicas differ: in weights, in gradients that the step does not average, or
+    because two of them have the same part of divided state. None if all is well."""
     replicas = step.settings.replicas
     if replicas is None:
         return None
@@ -90,10 +91,8 @@ def replica_difference(
 
 
 def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
-    """The settings as lines; only replicas compare their process group.
-
-    The ranks of a mesh may have different process groups.
-    """
+    """The settings as lines. Only replicas compare their process group: the ranks of a mesh may
+    have different ones."""
     values = {key: getattr(settings, key) for key in SETTINGS}
     values["state streamed (turn_on_cpu_offload)"] = settings.streams_state
     if ranks == settings.replica_ranks:
@@ -110,11 +109,11 @@ def _value_text(value: Any) -> str:
 
 
 def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -> list[Ranks]:
-    """The sets of ranks that all have to take part in an entry, since this rank does.
+    """The sets of ranks that must all take part in an entry, because this rank does.
 
-    Unless replicas average gradients, those that hold the same part must all have a gradient, or
+    Unless replicas average gradients, ranks that hold the same part must all have a gradient, or
     none: among them a missing gradient counts as absent, even with ``missing_grad="zero"``.
-    Otherwise replicas would diverge, or a matrix would be made of a gradient and of zeros.
+    Otherwise replicas would diverge, or a matrix would mix a gradient with zeros.
     """
     holders = entry.holders(rank)
     averaged = entry.momentum_sharding is not None and settings.zero2_replicas is not None
@@ -127,10 +126,10 @@ def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -
 
 
 def _adamw_replicas(param: Tensor, group: Group, rank: int, settings: Settings) -> Ranks:
-    """The ranks that hold the same part of AdamW's parameter as this one, and must update it, too.
+    """The ranks that hold the same part of AdamW's parameter as this rank, and must update it, too.
 
-    They are none if this rank takes no part. If every rank applies its own gradient, one that is
-    missing on this rank counts as absent: zeros on some ranks only would make replicas diverge.
+    Empty if this rank takes no part. If every rank applies its own gradient, a gradient missing on
+    this rank counts as absent: zeros on only some ranks would make replicas diverge.
     """
     sharding = dtensors.sharding_of(param)
     is_averaged = sharding is None and settings.zero2_replicas is not None

@@ -1,4 +1,4 @@
-"""Knows how far a step has come on this rank, and so what an error in it may leave behind."""
+"""Tracks how far a step has come on this rank, and so what an error may leave behind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Progress:
 
     Args:
         agreement: knows whether other ranks may step.
-        has_replicas: whether other ranks hold the same part of one of this rank's parameters.
+        has_replicas: returns True if other ranks hold the same part of one of this rank's
+            parameters.
 
     Attributes:
-        is_running: whether the step's events have begun. An interrupt may come between any two
-            lines of them.
-        has_written: whether parameters, gradients or state may have changed.
-        has_exchanged: whether the last updates from other ranks have come.
+        is_running: True once the step's events have begun; an interrupt may come at any line.
+        has_written: True if parameters, gradients or state may have changed.
+        has_exchanged: True once the last updates from other ranks have arrived.
     """
 
     def __init__(self, agreement: Agreement, has_replicas: Callable[[], bool]):
@@ -27,11 +27,11 @@ class Progress:
         self.is_running = self.has_written = self.has_exchanged = False
 
     def may_have_written(self, error: BaseException) -> bool:
-        """Whether an error may leave this rank, or others that go on without it, a part ahead."""
+        """True if an error may leave parts of this rank, or other ranks, a step ahead."""
         is_interrupt = self.is_running and not isinstance(error, Exception)
         return is_interrupt or self.has_written or self._agreement.others_may_step
 
     def may_have_parted(self) -> bool:
-        """Whether other ranks may be ahead, or replicas may differ, so that ranks can't go on."""
+        """True if ranks can't continue: others may be ahead, or replicas may differ."""
         is_alone = self.has_exchanged and not self._has_replicas()
         return self._agreement.others_may_step and not is_alone

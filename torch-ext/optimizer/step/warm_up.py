@@ -1,7 +1,7 @@
 """Compiles the Triton kernels that a plan needs, before ranks compare notes and before any write.
 
-Triton compiles a kernel when it is first launched, which takes a C compiler, Python's headers and a
-device that the tiles fit. If that fails, it must fail here, not in the middle of a step.
+Triton compiles a kernel at its first launch, which needs a C compiler, Python's headers and a
+device that fits the tiles. If that fails, it must fail here, not in the middle of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def warm_up(plan: Plan, groups: Sequence[Group]) -> None:
-    """Launches the kernels of a plan once, on zeros, which compiles those that are new.
+    """Launches the kernels of a plan once, on zeros, which compiles new ones.
 
     Raises:
         RuntimeError: Triton can't compile or launch one of them here.
@@ -39,7 +39,7 @@ def warm_up(plan: Plan, groups: Sequence[Group]) -> None:
     lanes = [lane for lane in plan.all_lanes if triton_kernels.is_used_on(lane.device.type)]
     if not lanes:
         return
-    logger.info("launching Triton's kernels on zeros, which compiles them where they are new")
+    logger.info("launching Triton's kernels on zeros, which compiles new ones")
     try:
         for lane in lanes:
             entries = [plan.entries[number] for number in {u.entry for u, _ in lane.owners}]
@@ -52,11 +52,11 @@ def warm_up(plan: Plan, groups: Sequence[Group]) -> None:
                     shape = batch.matrix_count, block.rows, block.cols
                     _orthogonalize_batch(lane.device, lane.wire, recipe, shape)
     except torch.OutOfMemoryError:
-        raise  # a smaller model helps, and nothing of what follows
-    except Exception as error:  # of Triton, of what it compiles with, of the driver
+        raise  # only a smaller model helps, not the advice below
+    except Exception as error:  # from Triton, the compiler or the driver
         raise RuntimeError(
             f"Triton's kernels can't be launched here ({triton_kernels.first_line_of(error)}). "
-            f"{triton_kernels.NEEDS}; Muon(..., triton=False), on all ranks, does without them"
+            f"{triton_kernels.NEEDS}; to run without them, set Muon(..., triton=False) on all ranks"
         ) from error
 
 
@@ -66,7 +66,7 @@ def _warn_once() -> None:
 
 
 def _launch_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
-    """Updates a matrix of zeros in the dtypes and by the options of a group."""
+    """Updates a matrix of zeros with the dtypes and options of a group."""
     W, G = (torch.zeros(32, 32, dtype=dtype, device=lane.device) for _ in range(2))
     B = W.to(momentum_dtype(group, dtype) or dtype)
     sent = torch.zeros(32, 32, dtype=lane.wire, device=lane.device)
@@ -80,7 +80,7 @@ def _launch_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
         maximize=group.maximize,
         opmath=lane.opmath,
     )
-    parts = sent[None, None]  # of one matrix, of one peer
+    parts = sent[None, None]  # (units, peers, rows, cols)
     copy_parts([parts], [torch.zeros_like(parts)])
     core.update_weights(
         [W],

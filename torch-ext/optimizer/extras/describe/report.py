@@ -146,8 +146,7 @@ def describe(
         adamw_keys, decay_vectors, options: as in `Muon.for_model`.
 
     Raises:
-        ValueError: ``model`` is not a module, a parameter has no shape yet, or `Muon` would refuse
-            the options.
+        ValueError: ``model`` is no module, a parameter has no shape yet, or an option is invalid.
         TypeError: `Muon` does not have an option.
 
     Example:

@@ -1,4 +1,4 @@
-"""Converts the state read from another optimizer's checkpoint to the form `Muon` loads."""
+"""Converts the state of another optimizer's checkpoint to the form that `Muon` loads."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def to_state_dict(
     entries: Sequence[Sequence[Optional[Entry]]],
     settings: Settings,
 ) -> dict[str, Any]:
-    """Returns what `Muon.load_state_dict` takes, which shares no memory with ``states``.
+    """Returns a state dict for `Muon.load_state_dict`, which shares no memory with ``states``.
 
     Args:
         states, kind, params, hyperparameters: see `Muon.load_foreign_state_dict`.
-        param_groups: of the optimizer.
-        groups: the same groups as the package reads them.
-        names: what messages call the parameters of each group.
-        entries: of each group, its parameters as a plan sees them; None for AdamW's.
-        settings: says which replicas divide state.
+        param_groups: the optimizer's groups.
+        groups: views of these groups.
+        names: names of each group's parameters in messages.
+        entries: plan entries of each group's parameters; None for AdamW's.
+        settings: the optimizer's settings, which say if replicas divide state.
 
     Raises:
-        ValueError: whatever does not fit.
+        ValueError: something does not fit.
     """
     sources, omitted = read_sources(states, kind)
     of_groups = targets_of(groups, names)
@@ -95,7 +95,7 @@ def to_state_dict(
 
 
 def _by_target(saved_states: Sequence[SavedState], kind: str) -> dict[TargetParam, SavedState]:
-    """Saved states by parameter: of each one, Muon's or AdamW's as it was before."""
+    """Saved states by parameter. Checks that Muon's and AdamW's parameters stay theirs."""
     by_target: dict[TargetParam, SavedState] = {}
     for saved in saved_states:
         target = saved.target
@@ -103,16 +103,16 @@ def _by_target(saved_states: Sequence[SavedState], kind: str) -> dict[TargetPara
             if saved.state:
                 raise ValueError(
                     f"{target.name}, {saved.where}, has state, but is in no group of this "
-                    "optimizer: add it, or take it out of the state dict"
+                    "optimizer: add it to one, or remove it from the state dict"
                 )
             continue
         if target in by_target:
-            raise ValueError(f"{target.name} is twice in the checkpoint")
+            raise ValueError(f"{target.name} is in the checkpoint twice")
         if saved.is_muon != target.use_muon and not (kind == "torch_adamw" and target.use_muon):
             was, remedy = ("Muon", True) if saved.is_muon else ("AdamW", False)
             raise ValueError(
                 f"{target.name} was {was}'s, {saved.where}: put it into a group with "
-                f"use_muon={remedy}, or give the parameters in the order of the other optimizer"
+                f"use_muon={remedy}, or pass the parameters in the other optimizer's order"
             )
         by_target[target] = saved
     return by_target
@@ -124,8 +124,8 @@ def _check_complete(
     sources: Sequence[SourceOptimizer],
     omitted: Sequence[bool],
 ) -> None:
-    """Checks that each trainable parameter has saved state, unless ``use_muon`` is in ``omitted``:
-    state of those starts from zeros."""
+    """Checks that each trainable parameter has saved state, except those whose ``use_muon`` is in
+    ``omitted``: their state starts at zero."""
     missing = [
         target
         for target in targets
@@ -139,14 +139,14 @@ def _check_complete(
     name, use_muon = missing[0].name, missing[0].use_muon
     if any(source.use_muon in (None, use_muon) for source in sources):
         raise ValueError(
-            f"{name} is not in the checkpoint, nor are {len(missing) - 1} others: all trainable "
-            "parameters of this optimizer have to be"
+            f"{name} and {len(missing) - 1} others are not in the checkpoint: all trainable "
+            "parameters of this optimizer must be"
         )
     muon, adamw = ("None", "…") if use_muon else ("…", "None")
     raise ValueError(
-        f"states has nothing for {name}, which is {'Muon' if use_muon else 'AdamW'}'s here: give "
+        f"states has nothing for {name}, which is {'Muon' if use_muon else 'AdamW'}'s here: pass "
         "{'muon': …, 'adamw': …}, the state dicts of both optimizers, or "
-        f"{{'muon': {muon}, 'adamw': {adamw}}} to start its like from zeros"
+        f"{{'muon': {muon}, 'adamw': {adamw}}} to start these parameters from zeros"
     )
 
 
@@ -154,36 +154,36 @@ def _warn_of_amsgrad(sources: Sequence[SourceOptimizer]) -> None:
     for source in sources:
         if any(group.options.get("amsgrad") is True for group in source.groups):
             warn(
-                f"{source.where} was saved with amsgrad=True, which there is not here: "
-                "max_exp_avg_sq is not taken over"
+                f"{source.where} was saved with amsgrad=True, which Muon does not have: "
+                "max_exp_avg_sq is not loaded"
             )
             return
 
 
 def _group_options(saved_states: Iterable[SavedState], group: Group) -> dict[str, Any]:
-    """The hyperparameters with which a source trained the parameters of a group.
+    """The hyperparameters with which the source trained the parameters of a group.
 
     Raises:
-        ValueError: it trained them with different ones.
+        ValueError: the source trained them with different hyperparameters.
     """
     options: dict[str, Any] = {}
     origin: dict[str, SavedState] = {}  # of each option
     for saved in saved_states:
         keys: Sequence[str] = MUON_OPTIONS if group.use_muon else ADAMW_OPTIONS
-        if group.use_muon and not saved.is_muon:  # rates of AdamW fit with its scale alone
+        if group.use_muon and not saved.is_muon:  # AdamW's rates fit its scale only
             keys = MUON_OPTIONS_FROM_ADAMW if group.adjust_lr in ("match_rms_adamw", 0.2) else ()
         for key in keys:
             if key not in saved.options or (key == "beta2" and group.beta2 is None):
                 continue
             value = saved.options[key]
             if key == "beta2" and value is None:
-                value = 0.0  # as nanochat means it
+                value = 0.0  # its meaning in nanochat
             if key in options and not _is_same(options[key], value):
                 raise ValueError(
                     f"{key} is {options[key]} for {origin[key].target.name} in the checkpoint, but "
-                    f"{value} for {saved.target.name}, which are in one group here: give them to "
-                    "groups of their own, or hyperparameters=False, which keeps those of the "
-                    "groups as they are"
+                    f"{value} for {saved.target.name}, which are in one group here: put them "
+                    "into separate groups, or keep the hyperparameters of the groups with "
+                    "hyperparameters=False"
                 )
             options[key] = value
             origin.setdefault(key, saved)
@@ -199,12 +199,12 @@ def _is_same(value: Any, other: Any) -> bool:
 def _convert(
     saved: SavedState, saved_style: str, group: Group, specs: Mapping[str, Spec]
 ) -> dict[str, Any]:
-    """The state of one parameter, of which this rank has its part.
+    """This rank's part of the state of one parameter.
 
     Args:
-        saved: of the parameter.
+        saved: the parameter's saved state.
         saved_style: the source's ``momentum_style``.
-        group: the parameter's, with the hyperparameters that it is going to have.
+        group: the parameter's group, with its new hyperparameters.
         specs: shape and layout of each tensor.
     """
     if not saved.target.use_muon:
@@ -225,7 +225,7 @@ def _convert(
 
 
 def _momentum_factor(saved: SavedState, saved_style: str, group: Group) -> float:
-    """What momentum is multiplied with: with constant μ, averaged is 1 − μ times summed."""
+    """Factor of the momentum: with constant μ, averaged momentum is 1 − μ times summed momentum."""
     if saved_style == group.momentum_style:
         return 1.0
     if group.momentum_style == "ema":
@@ -234,7 +234,7 @@ def _momentum_factor(saved: SavedState, saved_style: str, group: Group) -> float
 
 
 def _flat_second_moment(value: Tensor, saved: SavedState, shape: torch.Size) -> Tensor:
-    """nanochat's (…, rows, 1) or (…, 1, cols) as (…, longer side), in fp32."""
+    """Converts nanochat's (…, rows, 1) or (…, 1, cols) to (…, longer side), in fp32."""
     assert saved.target.shape is not None
     *experts, rows, cols = saved.target.shape
     saved_shape = (*experts, rows, 1) if rows >= cols else (*experts, 1, cols)
@@ -257,23 +257,23 @@ def _adamw_state(saved: SavedState, specs: Mapping[str, Spec]) -> dict[str, Any]
 
 
 def _part(value: Tensor, key: str, saved: SavedState, specs: Mapping[str, Spec]) -> Tensor:
-    """This rank's part of a whole tensor, copied, without traffic.
+    """Copies this rank's part of a whole tensor, without communication.
 
     Raises:
-        ValueError: the tensor has another shape, or is sharded otherwise.
+        ValueError: the tensor has another shape or is sharded differently.
     """
     shape, layout, _ = specs[key]
     name = f"{key} of {saved.target.name}, {saved.where}"
     if value.shape != shape:
         raise ValueError(
-            f"{name}, has shape {tuple(value.shape)}, where {tuple(shape)} "
-            "is needed: give the parameters in the order of the other optimizer, whole tensors, "
-            "and, where ranks have divided state, the state dicts of all ranks"
+            f"{name}, has shape {tuple(value.shape)}, not {tuple(shape)}: pass the parameters in "
+            "the order of the other optimizer, whole tensors, and, if ranks divided state, the "
+            "state dicts of all ranks"
         )
     if dtensors.is_dtensor(value):
         if not dtensors.is_placed(value, layout):
             raise ValueError(
-                f"{name}, is {dtensors.describe(value)}: give whole tensors, value.full_tensor() "
+                f"{name}, is {dtensors.describe(value)}: pass whole tensors, value.full_tensor() "
                 "on all ranks"
             )
         return value.detach().clone()

@@ -1,4 +1,4 @@
-"""Decides which hyperparameters of other optimizers are taken over, and under which keys."""
+"""Decides which hyperparameters of other optimizers are loaded, and under which keys."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 from ...parameters.options import GROUP_OPTIONS, SCHEDULED
 
-# Options that are taken over, of Muon's groups and of AdamW's. How a matrix is orthogonalized is
-# not state.
+# Options loaded for Muon's and AdamW's groups; options of orthogonalization are not.
 MUON_OPTIONS = ("lr", *SCHEDULED, "weight_decay", "momentum", "nesterov", "beta2", "maximize")
 ADAMW_OPTIONS = ("lr", *SCHEDULED, "weight_decay", "adamw_betas", "adamw_eps", "maximize")
 
-# Options that a matrix takes from the group in which AdamW trained it.
+# Options loaded for a matrix that AdamW trained.
 MUON_OPTIONS_FROM_ADAMW = ("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "maximize")
 
-# What sources call these options.
+# Names that sources have for these options.
 RENAMED = {"betas": "adamw_betas", "eps": "adamw_eps", "wd": "weight_decay"}
 
-# What schedulers keep, and the option that says which values are valid.
+# Keys that schedulers keep, and the option that validates their values.
 _VALID_AS = {
     **dict.fromkeys(("initial_lr", "max_lr", "min_lr"), "lr"),
     **dict.fromkeys(("base_momentum", "max_momentum"), "momentum"),
@@ -26,10 +25,10 @@ _VALID_AS = {
 
 
 def read_options(saved_group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The content of a saved group under the keys of `Muon`; messages call the group ``where``.
+    """A saved group under the keys of `Muon`; ``where`` is its name in messages.
 
     Raises:
-        ValueError: says the key, what was found and what is accepted.
+        ValueError: a value is not accepted. The message names the key.
     """
     options = {}
     for key, value in saved_group.items():

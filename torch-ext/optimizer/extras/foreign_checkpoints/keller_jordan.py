@@ -1,10 +1,10 @@
-"""Reads Keller Jordan's checkpoints: each rank saves the momentum of what it updates.
+"""Reads Keller Jordan's checkpoints: each rank saves the momentum of the parameters it updates.
 
-A rank updates the parameters of a group at positions rank, rank + world size, … AdamW's state,
-where there is any, is the same on all ranks. ``Muon`` and ``MuonWithAuxAdam`` have the parameters
-of a group by size, largest first, equal ones in order; ``SingleDeviceMuon`` and
-``SingleDeviceMuonWithAuxAdam`` as given. ``Muon`` of an earlier release has a group for each number
-of elements, of the parameters as given, with an ``update_buffer`` (world size, that number).
+A rank updates the parameters of a group at positions rank, rank + world size, … AdamW's state, if
+any, is equal on all ranks. ``Muon`` and ``MuonWithAuxAdam`` sort the parameters of a group by size,
+largest first (stable); ``SingleDeviceMuon`` and ``SingleDeviceMuonWithAuxAdam`` keep their order.
+An earlier release of ``Muon`` has a group for each number of elements, in the given order, with an
+``update_buffer`` (world size, that number).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .sources import SavedGroup, SourceOptimizer
 
 
 def merge_convolutions(groups: Sequence[Group], targets: Targets) -> list[list[TargetParam]]:
-    """The parameters of groups by groups of the source: `presets.keller_jordan` puts convolutions
-    into a group after that of their matrices."""
+    """Parameters by group of the source. `presets.keller_jordan` puts convolutions into a group
+    that follows the matrices' group; this merges the two."""
     merged: list[list[TargetParam]] = []
     follows_muon = False
     for group, of_group in zip(groups, targets):
@@ -40,7 +40,7 @@ def merge_convolutions(groups: Sequence[Group], targets: Targets) -> list[list[T
 def match(
     source: SourceOptimizer, groups: Targets, params: Optional[Sequence[TargetParam]]
 ) -> list[list[TargetParam]]:
-    """As `match_groups`; by number of elements where groups have an ``update_buffer``.
+    """Like `match_groups`, but by number of elements if groups have an ``update_buffer``.
 
     Raises:
         ValueError: the checkpoint's groups have other sizes.
@@ -57,8 +57,8 @@ def match(
         if len(matched[-1]) != len(group.ids):
             raise ValueError(
                 f"group {number} of {source.where} has {len(group.ids)} parameters of {numel} "
-                f"elements, where this optimizer has {len(matched[-1])}: give the same ones, or "
-                "params=, the parameters in the order in which the other optimizer was given them"
+                f"elements, but this optimizer has {len(matched[-1])}: use the same ones, or pass "
+                "params=, the parameters in the order in which the other optimizer received them"
             )
         rest = [target for target in rest if target not in matched[-1]]
     if rest:
@@ -67,10 +67,10 @@ def match(
 
 
 def read(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
-    """The momentum of each parameter from the rank that updates it, AdamW's state from the first.
+    """Reads each parameter's momentum from the rank that updates it, and AdamW's state from rank 0.
 
     Raises:
-        ValueError: that rank does not have the momentum, or ranks differ in steps of AdamW.
+        ValueError: that rank lacks the momentum, or AdamW's step counts differ between ranks.
     """
     are_muons = [bool(g.options.get("use_muon", source.use_muon)) for g in source.groups]
     ordered = [
@@ -89,16 +89,16 @@ def read(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
 
 
 def _updating_rank(source: SourceOptimizer, group: SavedGroup, index: int) -> int:
-    """The rank that has the momentum of a parameter; ranks take those of a group in turns."""
+    """The rank with the momentum of a parameter: ranks update a group's parameters round-robin."""
     world, states = len(source.states), source.param_states(group, index)
     ranks = [rank for rank in range(world) if states[rank].get("momentum_buffer") is not None]
     buffer = group.options.get("update_buffer")
     is_whole = not isinstance(buffer, Tensor) or len(buffer) == world
     if not is_whole or (ranks != [index % world] and not source.is_fresh):
         raise ValueError(
-            f"the momentum of {source.label(group, index)} should be in the state dict of "
-            f"rank {index % world} of {world} alone, but is in those of {ranks or 'none'}: give "
-            "the state dicts of all ranks, in their order; each holds what its rank has updated"
+            f"the momentum of {source.label(group, index)} should be only in the state dict of "
+            f"rank {index % world} of {world}, but is in those of {ranks or 'none'}: pass the "
+            "state dicts of all ranks, in order; each has the momentum that its rank updated"
         )
     return index % world
 
@@ -108,17 +108,17 @@ def _check_replicated(source: SourceOptimizer, group: SavedGroup, index: int) ->
     steps = {None if step is None else float(step) for step in counts}
     if len(steps) > 1:
         raise ValueError(
-            f"{source.label(group, index)} has been stepped {steps} times on different ranks: "
-            "give the state dicts of one checkpoint"
+            f"{source.label(group, index)} has step counts {steps} on different ranks: pass the "
+            "state dicts of one checkpoint"
         )
 
 
 def _in_saved_order(
     source: SourceOptimizer, group: SavedGroup, targets: Sequence[TargetParam]
 ) -> list[TargetParam]:
-    """The parameters of a group in the order that its shapes tell: as given, or sorted by size.
+    """The parameters of a group in the order of the saved shapes: as given, or sorted by size.
 
-    Convolutions that a preset gave a group of their own come where four dimensions were saved.
+    Convolutions from a separate group of the preset go where four-dimensional shapes were saved.
     """
     if source.is_fresh:
         return list(targets)
@@ -132,15 +132,15 @@ def _in_saved_order(
             return [t for t in order if t is not None]
     index = next(i for i, (t, s) in enumerate(zip(targets, shapes)) if s not in (None, t.shape))
     raise ValueError(
-        f"{source.label(group, index)} has a momentum_buffer of shape {shapes[index]}, where "
-        f"{targets[index].name} has {targets[index].shape}, and by size, which is how "
-        f"MuonWithAuxAdam sorts, {by_size[index].name} has {by_size[index].shape}: "
-        "give the parameters in the order in which the other optimizer was given them"
+        f"{source.label(group, index)} has a momentum_buffer of shape {shapes[index]}, but "
+        f"{targets[index].name} has {targets[index].shape}; sorted by size, as in "
+        f"MuonWithAuxAdam, {by_size[index].name} would have {by_size[index].shape}: "
+        "pass the parameters in the order in which the other optimizer received them"
     )
 
 
 def _momentum_shape(source: SourceOptimizer, group: SavedGroup, index: int) -> Optional[Shape]:
-    """The shape of one parameter's momentum, whichever rank has it."""
+    """The shape of a parameter's momentum on any rank that has it."""
     for state in source.param_states(group, index):
         buffer = state.get("momentum_buffer")
         if isinstance(buffer, Tensor):

@@ -1,4 +1,4 @@
-"""Tells by the keys of groups which optimizer wrote a checkpoint."""
+"""Recognizes the optimizer that wrote a checkpoint by the keys of its groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...state.checkpoints import OWN_KEY
 
 KINDS = ("torch_muon", "torch_adamw", "motif", "llamafactory", "nanochat", "keller_jordan")
 
-# By kind of torch's optimizers, the arguments that a message says to write.
+# Arguments that messages suggest, by kind of torch's optimizers.
 _CALLS_FOR_TORCH = {
     "torch_muon": '{"muon": muon_state_dict, "adamw": adamw_state_dict}',
     "torch_adamw": "state_dict, params=model.parameters()",
@@ -18,8 +18,8 @@ _CALLS_FOR_TORCH = {
 
 
 def kind_of(options: Mapping[str, Any]) -> Optional[str]:
-    """The kind of optimizer that may have written a group, by keys that no other kind has."""
-    if OWN_KEY in options or "dampening" in options:  # SGD's have momentum, too
+    """The kind of optimizer that may have written a group, by keys that only this kind has."""
+    if OWN_KEY in options or "dampening" in options:  # SGD also has momentum
         return None
     if "kind" in options:
         return "nanochat"
@@ -39,15 +39,15 @@ def suggesting_kind(saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[None]
     """A context in which errors of `Muon.load_state_dict` say which optimizer wrote the checkpoint.
 
     Raises:
-        ValueError: the saved groups are those of one of torch's optimizers, which never fit, even
-            if shapes do: its keys are others, and its Muon has averaged momentum. Or a ValueError
-            was raised in the context, to which the likely kind is added.
+        ValueError: one of torch's optimizers wrote the checkpoint. It never fits, even if shapes
+            do: its keys differ, and its Muon averages momentum. Or the context raised a ValueError,
+            to which the likely kind is added.
     """
     kinds = set(map(kind_of, saved_groups))
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind in _CALLS_FOR_TORCH:
         raise ValueError(
-            f"the checkpoint is of kind {kind!r}, as the keys of its groups show: "
+            f"the checkpoint has kind {kind!r}, judging by the keys of its groups: "
             f"load_foreign_state_dict({_CALLS_FOR_TORCH[kind]}, kind={kind!r}) converts it"
         )
     try:
@@ -56,6 +56,6 @@ def suggesting_kind(saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[None]
         if kind is None:
             raise
         raise ValueError(
-            f"{error}. The groups of the checkpoint look like those of kind {kind!r}, which "
+            f"{error}. The checkpoint's groups look like kind {kind!r}, which "
             "load_foreign_state_dict converts"
         ) from None

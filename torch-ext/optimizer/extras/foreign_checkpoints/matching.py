@@ -1,4 +1,4 @@
-"""Matches a checkpoint's parameters with this optimizer's: by name, otherwise by order."""
+"""Matches a checkpoint's parameters with this optimizer's, by name or by order."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TargetParam:
     """A parameter that gets state from a checkpoint, or a name that the optimizer does not have.
 
     Args:
-        name: what messages call it.
-        fqn: its name in its group, where it has one.
+        name: name in messages.
+        fqn: name in its group, if any.
         param: the parameter; None if there is only the name.
-        use_muon: whether it is Muon's; None where no group of the optimizer has the parameter.
+        use_muon: True if Muon trains it; None if it is in no group of the optimizer.
     """
 
     name: str
@@ -34,7 +34,7 @@ class TargetParam:
 
     @property
     def shape(self) -> Optional[Shape]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return None if self.param is None else tuple(self.param.shape)
 
 
@@ -43,14 +43,14 @@ Targets = Sequence[Sequence[TargetParam]]  # by groups, of this optimizer or of 
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of one parameter as a source saved it, in whole tensors, under the keys of `Muon`.
+    """The saved state of one parameter, in whole tensors, under the keys of `Muon`.
 
     Args:
         target: the parameter that gets it.
-        where: what messages call its position in the checkpoint.
-        is_muon: whether it was Muon's there.
-        state: ``momentum_buffer``, ``second_momentum_buffer``, ``step``, ``exp_avg``,
-            ``exp_avg_sq``: those there are.
+        where: its position in the checkpoint, for messages.
+        is_muon: True if Muon trained it there.
+        state: any of ``momentum_buffer``, ``second_momentum_buffer``, ``step``, ``exp_avg`` and
+            ``exp_avg_sq``.
         options: hyperparameters of its group.
     """
 
@@ -62,7 +62,7 @@ class SavedState:
 
 
 def targets_of(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> list[list[TargetParam]]:
-    """The parameters of each group of an optimizer, which messages call ``names``."""
+    """The parameters of each group; ``names`` are their names in messages."""
     return [
         [
             TargetParam(
@@ -78,14 +78,14 @@ def targets_of(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> list[
 
 
 def targets_in_order(params: Iterable[Any], targets: Iterable[TargetParam]) -> list[TargetParam]:
-    """The parameters in the order in which the user gave them.
+    """The parameters in the order in which the user passed them.
 
     Args:
         params: tensors, (name, tensor) pairs, or names.
         targets: all parameters of the optimizer.
 
     Raises:
-        ValueError: ``params`` holds something else, or something twice.
+        ValueError: ``params`` has an item of another type, or an item twice.
     """
     targets = list(targets)
     by_id = {id(target.param): target for target in targets}
@@ -103,7 +103,7 @@ def targets_in_order(params: Iterable[Any], targets: Iterable[TargetParam]) -> l
             target = by_id.get(key) or unknown
         else:
             raise ValueError(
-                "params must hold parameters, (name, parameter) pairs or names, found a "
+                "params must contain parameters, (name, parameter) pairs or names, found a "
                 f"{type(param).__name__}"
             )
         if key in ordered:
@@ -120,21 +120,20 @@ def match_groups(
     """The parameters of each group of a source, in its order.
 
     Args:
-        source: of the checkpoint.
-        groups: the optimizer's parameters, by groups of the source.
-        params: those that the source was given, in order; None if the user does not say.
+        source: the checkpoint.
+        groups: the optimizer's parameters, by group of the source.
+        params: all parameters passed to the source, in order; None if unknown.
 
     Raises:
-        ValueError: neither names nor order tell which they are.
+        ValueError: neither names nor order identify the parameters.
     """
     lengths = [len(group.ids) for group in source.groups]
     if params is not None:
         chosen = [target for target in params if source.use_muon in (None, target.use_muon)]
         if len(chosen) != sum(lengths):
             raise ValueError(
-                f"{source.where} has {sum(lengths)} parameters in its groups, where {len(chosen)} "
-                "are given: params= takes all of them, in the order in which the other optimizer "
-                "was given them"
+                f"{source.where} has {sum(lengths)} parameters, but {len(chosen)} are given: pass "
+                "all in params=, in the order in which the other optimizer received them"
             )
     else:
         targets = list(itertools.chain.from_iterable(groups))
@@ -150,10 +149,9 @@ def match_groups(
         found = [len(group) for group in of_source if group]
         if found != [length for length in lengths if length]:
             raise ValueError(
-                f"{source.where} has groups of {lengths} parameters, where this optimizer has "
-                f"{found}: make its groups by the preset of that source, in the same order, or "
-                "give params=, the parameters in the order in which the other optimizer was given "
-                "them"
+                f"{source.where} has groups of {lengths} parameters, but this optimizer has "
+                f"{found}: make its groups with that source's preset, in the same order, or pass "
+                "params=, the parameters in the order in which the other optimizer received them"
             )
         chosen = list(itertools.chain.from_iterable(of_source))
     rest = iter(chosen)
@@ -163,11 +161,11 @@ def match_groups(
 
 
 def check_names(source: SourceOptimizer, groups: Targets) -> None:
-    """Checks that parameters matched by order have the names that the checkpoint has for them."""
+    """Checks that parameters matched by order have their names from the checkpoint."""
     for group, targets in zip(source.groups, groups):
         for name, target in zip(group.names or (), targets):
             if target.fqn is not None and normalize_name(target.fqn) != normalize_name(name):
                 raise ValueError(
-                    f"{target.name} is where {source.where} has {name}: give the parameters in "
-                    "the order they were saved in"
+                    f"{target.name} is where {source.where} has {name}: pass the parameters in "
+                    "the order in which they were saved"
                 )

@@ -1,10 +1,10 @@
 """Reads nanochat's checkpoints: the state of a group of matrices is one stack.
 
-The first parameter of a ``kind="muon"`` group of K matrices has ``momentum_buffer``,
-(K, rows, cols), and ``second_momentum_buffer``, (K, rows, 1) or (K, 1, cols), by the longer side:
-so ``MuonAdamW`` saves them. ``DistMuonAdamW`` has on each of N ranks ceil(K/N) of them, the last
-ones padding. Of ``kind="adamw"`` it has on each rank all rows of a small parameter, and 1/N of a
-large one's.
+``MuonAdamW`` saves the state of a ``kind="muon"`` group of K matrices with its first parameter:
+``momentum_buffer`` (K, rows, cols), and ``second_momentum_buffer`` (K, rows, 1) or (K, 1, cols),
+along the longer side. On each of N ranks, ``DistMuonAdamW`` saves ceil(K/N) of them, padded at the
+end. For ``kind="adamw"``, each rank saves all rows of a small parameter and 1/N of the rows of a
+large one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _unstack(
     """The state of each matrix of a group.
 
     Raises:
-        ValueError: ranks' stacks are missing, or in another order, or not of these matrices.
+        ValueError: stacks of ranks are missing, in the wrong order, or of other matrices.
     """
     stacks = [select(param_state, _STACKS) for param_state in source.param_states(group, 0)]
     world, length = len(stacks), -(-len(targets) // len(stacks))  # length of a rank's stack
@@ -51,15 +51,15 @@ def _unstack(
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"{key} of {name} of {source.wheres[rank]} should stack {length} of "
-                f"{len(group.ids)} matrices, as each of {world} ranks has them, found {shape}: "
-                "give the state dicts of all ranks, in their order"
+                f"{len(group.ids)} matrices on each of {world} ranks, found {shape}: pass the "
+                "state dicts of all ranks, in order"
             )
     for number in range(len(targets), length * world):
         rank, row = divmod(number, length)
         if stacks[rank] and bool(stacks[rank]["momentum_buffer"][row].any()):
             raise ValueError(
                 f"{source.wheres[rank]} has momentum after the {len(targets)} matrices of {name}, "
-                "where the last ranks have zeros: give the state dicts in the order of the ranks"
+                "where the last ranks have zeros: pass the state dicts in the order of the ranks"
             )
     saved_states = []
     for number, target in enumerate(targets):
@@ -73,18 +73,18 @@ def _unstack(
 def _join_rows(
     source: SourceOptimizer, group: SavedGroup, index: int, target: TargetParam
 ) -> SavedState:
-    """The state of a parameter of AdamW's from the rows of all ranks, or from one that has all.
+    """The state of one of AdamW's parameters, joined from the rows of all ranks, or from one rank
+    that has all rows.
 
     Raises:
-        ValueError: ranks have stepped it differently.
+        ValueError: ranks have different step counts.
     """
     states = [select(each, ADAMW_KEYS) for each in source.param_states(group, index)]
     world, where = len(states), f"{source.label(group, index)} of {source.where}"
     steps = {float(state["step"]) if "step" in state else None for state in states}
     if len(steps) > 1 or len({frozenset(state) for state in states}) > 1:
         raise ValueError(
-            f"{where} has been stepped {steps} times: give the state dicts of all ranks of one "
-            "checkpoint"
+            f"{where} has step counts {steps}: pass the state dicts of all ranks of one checkpoint"
         )
     joined = dict(states[0])
     for key in joined.keys() - {"step"}:
@@ -96,8 +96,8 @@ def _join_rows(
             joined[key] = torch.cat(slices)
         if target.shape not in (None, tuple(joined[key].shape)):
             raise ValueError(
-                f"{key} of {target.name}, {where}, has shape {tuple(joined[key].shape)}, neither "
-                f"that of the parameter, {target.shape}, nor that of an equal part of its rows on "
-                f"each of {world} ranks: give the state dicts of all ranks, in their order"
+                f"{key} of {target.name}, {where}, has shape {tuple(joined[key].shape)}, which is "
+                f"neither the parameter's, {target.shape}, nor an equal part of its rows on each "
+                f"of {world} ranks: pass the state dicts of all ranks, in order"
             )
     return SavedState(target, where, False, joined, group.options)

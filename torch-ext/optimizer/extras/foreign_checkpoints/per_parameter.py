@@ -1,10 +1,10 @@
-"""Reads torch's, Motif's and LlamaFactory's checkpoints: each parameter has its own state.
+"""Reads torch's, Motif's and LlamaFactory's checkpoints, which keep state by parameter.
 
 - ``torch.optim.Muon`` (2.9 and later): ``momentum_buffer``, averaged; usually with
   ``torch.optim.AdamW``: ``step``, ``exp_avg``, ``exp_avg_sq``.
-- Motif's kernel: ``momentum_buffer``, summed; of AdamW's parameters ``step``, ``moment1``,
+- Motif's kernel: ``momentum_buffer``, summed; for AdamW's parameters ``step``, ``moment1``,
   ``moment2``; ``use_muon`` in each group, names in Muon's.
-- Moonlight's, as LlamaFactory has it: Motif's state in one group, Muon's parameters first, and
+- Moonlight's, as LlamaFactory ships it: Motif's state in one group, Muon's parameters first, with
   ``use_muon`` in the state of each.
 """
 
@@ -22,7 +22,7 @@ ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def read_torch(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
-    """Reads torch's Muon, or its AdamW; whichever wrote a group.
+    """Reads torch's Muon or AdamW, whichever wrote a group.
 
     Raises:
         ValueError: Adam wrote a group, with a decay that is not decoupled.
@@ -32,8 +32,8 @@ def read_torch(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
         if group.options.get("decoupled_weight_decay") is False and decay != 0.0:
             raise ValueError(
                 f"group {number} of {source.where} is torch.optim.Adam's, with weight_decay "
-                f"{decay} in its gradients, which there is not here: set it to 0 in the state "
-                "dict's group, and that of the groups here to what is to follow"
+                f"{decay} added to gradients, which Muon does not do: set it to 0 in the state "
+                "dict, and set weight_decay of the groups here for the steps to come"
             )
     return _read(source, matched, lambda group, _: "adamw_betas" not in group.options)
 
@@ -53,8 +53,8 @@ def read_moonlight(source: SourceOptimizer, matched: Targets) -> list[SavedState
         flag = source.param_states(group, index)[0].get("use_muon")
         if not isinstance(flag, bool):
             raise ValueError(
-                f"{source.label(group, index)} has no use_muon in {source.where}, where its "
-                "optimizer has one from the start: is the state dict complete?"
+                f"{source.label(group, index)} has no use_muon in {source.where}, although its "
+                "optimizer sets it from the start: is the state dict complete?"
             )
         return flag
 
@@ -79,7 +79,7 @@ def read_param(
     is_muon: bool,
     rank: int = 0,
 ) -> SavedState:
-    """The state of a parameter that the state dict of ``rank`` has whole."""
+    """The state of a parameter that is whole in the state dict of ``rank``."""
     param_state = source.param_states(group, index)[rank]
     state = select(param_state, MUON_KEYS if is_muon else ADAMW_KEYS)
     where = f"{source.label(group, index)} of {source.wheres[rank]}"
@@ -87,6 +87,6 @@ def read_param(
 
 
 def select(param_state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """The values of those ``keys`` that there are, Motif's names for them included."""
+    """The values of the ``keys`` that exist, including under Motif's names."""
     renamed = {MOTIFS_NAMES.get(key, key): value for key, value in param_state.items()}
     return {key: renamed[key] for key in keys if renamed.get(key) is not None}

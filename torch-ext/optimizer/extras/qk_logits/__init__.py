@@ -1,1 +1,1 @@
-"""Observes attention logits for QK-Clip: their maxima, and a recorder for a model in training."""
+"""Observes attention logits for QK-Clip: their maxima, and a recorder for models in training."""

@@ -1,7 +1,7 @@
 """Reports calls of torch's attention functions, with the queries and keys of their logits.
 
-While a forward is recorded, `F.scaled_dot_product_attention` and `flex_attention`, as torch's
-modules have them, are functions that report their arguments. A torch function mode would see calls
+While a forward is recorded, `F.scaled_dot_product_attention` and `flex_attention` in torch's
+modules are replaced by functions that report their arguments. A torch function mode would see calls
 by any name, but Dynamo traces through it whatever is compiled within a forward, which fails for
 some of torch's methods.
 """
@@ -29,15 +29,14 @@ from .maxima import max_qk_logits
 
 @dataclass(frozen=True)
 class Call:
-    """What gives the logits of one attention call; local tensors.
+    """The inputs of one attention call's logits; local tensors.
 
     Args:
         queries: (B, Hq, Tq, D), or, without keys, the largest logit of each query, (B, Hq, Tq).
         keys: (B, Hk, Tk, D).
         options: further arguments of `max_qk_logits`.
-        head_dim: numbers of a query head; 0 if unknown.
-        heads: where queries are sharded by heads, the mesh, its dimension, and how many heads
-            there are.
+        head_dim: width of a query head; 0 if unknown.
+        heads: if queries are sharded by head, the mesh, its dimension, and the number of heads.
     """
 
     queries: Tensor
@@ -51,7 +50,7 @@ class Call:
         return not (self.queries.is_meta or isinstance(self.queries, FakeTensor))
 
     def raise_maxima(self, maxima: Tensor) -> None:
-        """Raises ``maxima``, (Hq,), fp32, to the largest logits of each head."""
+        """Raises ``maxima``, (Hq,), fp32, to the largest logit of each head."""
         queries = self.queries.detach()
         if self.keys is not None and queries.dtype != torch.float64:
             max_qk_logits(queries, self.keys.detach(), **self.options, out=maxima)
@@ -63,21 +62,21 @@ class Call:
         maxima.copy_(torch.maximum(maxima, largest))
 
 
-# How many forwards are running, in all threads, by the recorder of their attention calls. One that
-# goes after its forwards were interrupted goes from here, too.
+# Number of running forwards in all threads, by the recorder of their attention calls. Weak keys
+# drop a recorder that is deleted after its forwards were interrupted.
 _running: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_handled = 0  # how many attention calls are with a handler of torch functions, in all threads
-_replaced: dict[Callable, Callable] = {}  # by the functions that report
+_handled = 0  # attention calls now in a handler of torch functions, in all threads
+_replaced: dict[Callable, Callable] = {}  # originals by reporting function
 _lock = threading.Lock()
 
 
 def report_calls(recorder: Any, more: int) -> None:
-    """Counts ``more`` running forwards of a recorder, or fewer; while there are any, in whatever
-    thread, reports the attention calls of all threads, each in its thread.
+    """Counts ``more`` running forwards of a recorder, or fewer. While any forward runs in any
+    thread, attention calls of all threads are reported, each in its thread.
 
     Args:
-        recorder: its ``record_call`` is called after each attention function, with what reads a
-            `Call` from its arguments, which may raise.
+        recorder: after each attention function, its ``record_call`` is called with a function that
+            reads a `Call` from the arguments, and may raise.
     """
     with _lock:
         count = _running.pop(recorder, 0) + more
@@ -98,8 +97,8 @@ def _set_functions() -> None:
 
 @contextlib.contextmanager
 def _handling() -> Iterator[None]:
-    """Puts torch's functions back for a handler, which may ask whether it was called for
-    `F.scaled_dot_product_attention`; what other threads call meanwhile is not seen."""
+    """Restores torch's functions for a handler, which may check that it was called for
+    `F.scaled_dot_product_attention`. Calls from other threads are not seen meanwhile."""
     global _handled
     with _lock:
         _handled += 1
@@ -141,7 +140,7 @@ def _read_sdpa(
     scale: Optional[float] = None,
     enable_gqa: bool = False,
 ) -> Call:
-    materialize = getattr(attn_mask, "_materialize", None)  # of torch.nn.attention.bias
+    materialize = getattr(attn_mask, "_materialize", None)  # torch.nn.attention.bias
     if materialize is not None:
         attn_mask = materialize(query.device)
     return read(query, key, scale, is_causal, {"attn_mask": attn_mask})
@@ -159,7 +158,7 @@ def _read_flex(
     return_aux: Any = None,
     **kwargs: Any,
 ) -> Call:
-    if getattr(return_aux, "max_scores", False):  # its own, of the scores after score_mod
+    if getattr(return_aux, "max_scores", False):  # maxima of the scores after score_mod
         return read_scores(result[1].max_scores, query.shape[-1])
     mask_mod = None if block_mask is None else block_mask.mask_mod
     return read(query, key, scale, False, {"mask_mod": mask_mod})
@@ -172,7 +171,7 @@ _FUNCTIONS = (
 
 
 def read_scores(max_scores: Tensor, head_dim: int = 0) -> Call:
-    """A call by its largest logits (B, Hq, Tq), maybe a DTensor."""
+    """Reads a call from its largest logits (B, Hq, Tq), possibly a DTensor."""
     if max_scores.ndim != 3:
         raise ValueError(f"has max_scores of shape {tuple(max_scores.shape)}, not (B, Hq, Tq)")
     local, heads = _local_heads(max_scores, 1)
@@ -180,14 +179,14 @@ def read_scores(max_scores: Tensor, head_dim: int = 0) -> Call:
 
 
 def read(q: Tensor, k: Tensor, scale: Optional[float], causal: bool, masks: dict[str, Any]) -> Call:
-    """A call by queries and keys as scaled dot product attention takes them, maybe DTensors.
+    """Reads a call from queries and keys of scaled dot product attention, possibly DTensors.
 
     Args:
-        q, k: (…, heads, T, D) or (T, D), broadcast against each other in all but the last two.
-        masks: further arguments of `max_qk_logits`; those that are None are left out.
+        q, k: (…, heads, T, D) or (T, D); all dimensions but the last two broadcast.
+        masks: further arguments of `max_qk_logits`; None values are left out.
 
     Raises:
-        ValueError: nested tensors, or DTensors that are sharded by more than heads and batch.
+        ValueError: nested tensors, or DTensors sharded by anything but heads and batch.
     """
     if q.is_nested or k.is_nested:
         raise ValueError("attends to nested tensors")
@@ -199,7 +198,7 @@ def read(q: Tensor, k: Tensor, scale: Optional[float], causal: bool, masks: dict
             options[name] = _local_with_queries(mask, q, name, may_replicate=True)
     q = local_q
     head_dim = q.shape[-1] + (options["q_rope"].shape[-1] if "q_rope" in options else 0)
-    dtype = torch.promote_types(q.dtype, k.dtype)  # attention under autocast takes two
+    dtype = torch.promote_types(q.dtype, k.dtype)  # under autocast they may differ
     q, k = q.to(dtype), k.to(dtype)
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         q, k = (tensor[None] if tensor.ndim == 2 else tensor for tensor in (q, k))
@@ -213,13 +212,14 @@ def read(q: Tensor, k: Tensor, scale: Optional[float], causal: bool, masks: dict
 
 
 def _in_four_dims(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """(…, heads, rows, cols) with all leading dimensions, which broadcast to ``batch``, in one."""
+    """Merges the leading dimensions of (…, heads, rows, cols), broadcast to ``batch``."""
     size = tensor.shape[-3:]
     return tensor.expand(*batch, *size).reshape(math.prod(batch), *size)
 
 
 def _local_heads(tensor: Any, head_dim: int) -> tuple[Tensor, Optional[tuple[Any, int, int]]]:
-    """The local tensor; the mesh, its dimension that shards ``head_dim``, and how many heads."""
+    """The local tensor; the mesh, the mesh dimension that shards ``head_dim``, and the number of
+    heads."""
     if not is_dtensor(tensor):
         return tensor, None
     sharded: list[int] = []
@@ -235,7 +235,7 @@ def _local_heads(tensor: Any, head_dim: int) -> tuple[Tensor, Optional[tuple[Any
 
 
 def _local_with_queries(tensor: Any, q: Any, name: str, may_replicate: bool) -> Any:
-    """The local tensor of keys or a mask, if it fits the queries; anything else as it is."""
+    """The local tensor of keys or a mask, if placed like the queries; other values unchanged."""
     if not is_dtensor(tensor):
         return tensor
     for placement, of_q in zip(tensor.placements, getattr(q, "placements", ())):

@@ -1,9 +1,9 @@
 """Computes the largest attention logit of every query head, without the score matrix.
 
-Where kernels are used, one launch does it. Elsewhere, and where the kernel cannot, scores are made
-block by block: some batch entries and heads, a square of queries and keys. The loop over them is
-one operator of a compiled graph, or, with a mask_mod, a scan, so that no graph grows with the
-length.
+Where Triton kernels are used, one launch does it. Otherwise, and for inputs that the kernel does
+not support, scores are computed block by block: some batch entries and heads, and a square of
+queries and keys. In a compiled graph, the loop over blocks is one operator or, with a mask_mod, a
+scan, so the graph does not grow with the length.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ except ImportError:  # the sources, to which a build adds it
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DocumentIds = Union[Tensor, tuple[Tensor, Tensor]]
 
-# Elements of a block, its scores and the rows they are made of, and its longest side in positions.
-# On CPUs a block stays in the cache; on accelerators it is worth its launches. Longer sides waste
-# more above the diagonal.
+# Elements of a block (scores, and the rows they come from) and its longest side in positions. On
+# CPUs a block stays in the cache; on accelerators it is worth its launches. Longer sides waste more
+# work above the diagonal.
 BLOCK_NUMEL = {"cpu": 1 << 20}
 DEFAULT_BLOCK_NUMEL = 8 << 20
 BLOCK_SIDE = {"cpu": 256}
 DEFAULT_BLOCK_SIDE = 512
 
-# Additive masks exclude a pair by -inf, by their dtype's minimum, or by a sum of such. A number
-# that is no more than this (in fp16, half of the minimum) excludes its pair; others are a bias.
+# Additive masks exclude a pair with -inf, their dtype's minimum, or sums of these. Numbers up to
+# this one (in fp16, up to half of the minimum) exclude their pair; others are a bias.
 EXCLUDED = -1e8
 
 
@@ -59,56 +59,55 @@ def max_qk_logits(
     out: Optional[Tensor] = None,
     block_size: Optional[int] = None,
 ) -> Tensor:
-    """Largest logit ``scale · q·k`` of each query head, over the batch and all pairs it may use.
+    """Largest logit ``scale · q·k`` of each query head, over the batch and all admitted pairs.
 
-    S_max of QK-Clip (Kimi K2, arXiv:2507.20534, algorithm 1): the logits before the softmax. A pair
-    counts where every mask that is given admits it. A head without such a pair gets -inf; NaN in
-    the logit of a pair that counts gives NaN, and the logits of other pairs do not matter.
+    This is S_max of QK-Clip (Kimi K2, arXiv:2507.20534, algorithm 1): logits before the softmax. A
+    pair counts if every given mask admits it. A head without such a pair gets -inf. NaN in the
+    logit of a pair that counts gives NaN; logits of other pairs do not matter.
 
-    Products of 16-bit inputs are exact and added up in fp32: rounded to bf16, a logit and thereby a
-    clip would be wrong by up to 0.2 %. Autocast does not apply. Nothing is read from the device,
-    and no gradient flows.
+    Products of 16-bit inputs are exact and summed in fp32. With logits rounded to bf16, clips would
+    be wrong by up to 0.2 %. Autocast does not apply, the host does not wait for the device, and no
+    gradient flows.
 
-    On accelerators that Triton compiles for, it is one launch of a kernel, which takes no memory.
-    Elsewhere, and there with a mask_mod, with fp64, with a scale that is not positive or with a
-    ``block_size``, it is a loop over blocks. Their memory does not depend on B, H or T: some 8 MiB
-    on CPUs and 64 MiB on accelerators, or what ``block_size`` makes of it. TF32, where it is on,
-    applies to their fp32 inputs.
+    On accelerators with Triton, one kernel launch computes it without extra memory. Elsewhere, and
+    with a mask_mod, fp64, a scale that is not positive, or a ``block_size``, a loop over blocks
+    does. Its memory does not depend on B, H or T: about 8 MiB on CPUs and 64 MiB on accelerators,
+    unless ``block_size`` is given. TF32, if enabled, applies to its fp32 inputs.
 
     Under ``torch.compile`` it is part of the full graph, also with dynamic shapes. Inside a
-    compiled `torch.utils.checkpoint`, give masks by tensors: a mask_mod's loop is one of torch's
-    ``scan``, which torch does not recompute, and which takes copies of q and k; ``out`` is not to
-    be updated there.
+    compiled `torch.utils.checkpoint`, pass masks as tensors and do not pass ``out``: a mask_mod is
+    run by torch's ``scan``, which copies q and k, and which torch cannot recompute.
 
     Args:
-        q: queries (B, Hq, Tq, D), as attention takes them (rotary embedding applied), of any real
-            floating dtype and any strides.
-        k: keys (B, Hk, Tk, D) of the same dtype; Hq is a multiple of Hk, and query head h reads key
-            head h // (Hq / Hk).
-        scale: of the logits; None is 1/sqrt(D + R).
-        causal: query i uses keys j ≤ i only. Both count from 0, as `is_causal` of torch's
-            `scaled_dot_product_attention` has it for Tq ≠ Tk too: for queries at the end of longer
-            keys, give causal=False and a mask. Blocks above the diagonal are not computed.
-        q_rope: a second part of the queries (B, Hq, Tq, R), as in multi-head latent attention:
-            logits are scale · (q·k + q_rope·k_rope).
-        k_rope: that of the keys, (B, Hk, Tk, R), or (B, 1, Tk, R) where heads share it.
-        document_ids: integers (T,) or (B, T) of packed sequences: pairs of the same document only.
-            A tuple (of queries, of keys) where Tq ≠ Tk.
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, as FlexAttention has it: whether a query head
-            may use a pair. Called with integer tensors that broadcast to (B, Hq, Tq, Tk) of a
-            block; returns booleans that do so. Its blocks are all computed.
-        attn_mask: broadcasts to (B, Hq, Tq, Tk), as torch's attention takes it: True where a pair
-            counts, or a floating point bias. A bias excludes pairs by -inf or numbers of its
-            dtype's minimum's size (below -1e8, or half of fp16's minimum); others are not added:
-            QK-Clip scales q·k, not the bias. It comes on top of ``causal``.
-        out: running maxima (Hq,), of the result's dtype: updated in place, and returned.
-        block_size: queries, and keys, of a block; None chooses, or uses the kernel.
+        q: queries (B, Hq, Tq, D), as passed to attention (with rotary embedding applied), in any
+            real floating dtype and with any strides.
+        k: keys (B, Hk, Tk, D) with the same dtype. Hq is a multiple of Hk, and query head h reads
+            key head h // (Hq / Hk).
+        scale: scale of the logits; None is 1/sqrt(D + R).
+        causal: True if query i uses only keys j ≤ i. Both count from 0, also if Tq ≠ Tk, as with
+            ``is_causal`` of torch's ``scaled_dot_product_attention``. For queries at the end of
+            longer keys, pass causal=False and a mask. Blocks above the diagonal are not computed.
+        q_rope: a second part of the queries (B, Hq, Tq, R), as in multi-head latent attention.
+            Logits are then scale · (q·k + q_rope·k_rope).
+        k_rope: the second part of the keys, (B, Hk, Tk, R), or (B, 1, Tk, R) if heads share it.
+        document_ids: integers (T,) or (B, T) for packed sequences: only pairs in the same document
+            count. A tuple (for queries, for keys) if Tq ≠ Tk.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` as in FlexAttention: True if a query head may
+            use a pair. It gets integer tensors that broadcast to (B, Hq, Tq, Tk) of a block, and
+            returns booleans that do so too. All blocks are computed.
+        attn_mask: as in torch's attention, broadcast to (B, Hq, Tq, Tk): True where a pair counts,
+            or a floating-point bias. A bias excludes pairs with -inf or numbers near its dtype's
+            minimum (below -1e8, or half of fp16's minimum); other values are not added, because
+            QK-Clip scales q·k, not the bias. ``causal`` applies too.
+        out: running maxima (Hq,) in the result's dtype, updated in place and returned.
+        block_size: number of queries, and of keys, in a block; None chooses, or uses the kernel.
 
     Returns:
-        Maxima (Hq,) on q's device, fp32, or fp64 for fp64 inputs.
+        Maxima (Hq,) on q's device, in fp32, or fp64 for fp64 inputs.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or DTensors; names the argument.
+        ValueError: shapes, dtypes or devices that do not fit, or DTensors. The message names the
+            argument.
     """
     is_one = document_ids is None or isinstance(document_ids, Tensor)
     ids = (document_ids, document_ids) if is_one else tuple(document_ids)  # type: ignore[arg-type]
@@ -132,7 +131,7 @@ def max_qk_logits(
 
 
 def _empty_maxima(q: Tensor) -> Tensor:
-    """The maxima of heads without a pair, (Hq,)."""
+    """The maxima of heads without any pair, (Hq,)."""
     return torch.full((q.shape[1],), -math.inf, dtype=_dtype_of_maxima(q), device=q.device)
 
 
@@ -141,7 +140,7 @@ def _dtype_of_maxima(q: Tensor) -> torch.dtype:
 
 
 class _Inputs(NamedTuple):
-    """What the logits are made of, checked."""
+    """The checked inputs of the logits."""
 
     q: Tensor  # (B, Hq, Tq, D)
     k: Tensor  # (B, Hk, Tk, D)
@@ -159,12 +158,12 @@ class _Inputs(NamedTuple):
         return self.q.shape[3] + (0 if self.q_rope is None else self.q_rope.shape[3])
 
 
-_has_failed = False  # the kernel, in this process: it is not tried again
+_has_failed = False  # the kernel failed in this process, and is not tried again
 
 
 def _raise_by_kernel(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> bool:
-    """Raises ``best`` in one launch; returns False if the kernel does not take these inputs, or if
-    Triton can't compile or launch it here."""
+    """Raises ``best`` in one launch. Returns False if the kernel does not support these inputs, or
+    if Triton cannot compile or launch it."""
     global _has_failed
     takes_blocks = inputs.mask_mod is not None or inputs.scale <= 0 or block_size is not None
     is_used = not _has_failed and triton_kernels.is_used_on(inputs.q.device.type)
@@ -188,8 +187,8 @@ def _raise_by_kernel(inputs: _Inputs, block_size: Optional[int], best: Tensor) -
 
 
 def _is_readable(tensor: Optional[Tensor]) -> bool:
-    """Whether a kernel finds a tensor's numbers in its memory: not those of fake tensors, of
-    functorch's, of lazily negated ones."""
+    """True if a kernel finds a tensor's numbers in its memory: not for fake tensors, functorch's
+    wrappers, and lazily negated tensors."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if tensor is None:
         return True
@@ -200,7 +199,7 @@ Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
 
 
 class _Block(NamedTuple):
-    """Indices of a block in each dimension."""
+    """Indices of a block, by dimension."""
 
     batch: Selection
     query_heads: Selection
@@ -210,14 +209,14 @@ class _Block(NamedTuple):
 
 
 def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, int, int]:
-    """How many batch entries, key heads, queries and keys a block has; the last ones have fewer."""
+    """Batch entries, key heads, queries and keys of a block; the last blocks have fewer."""
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     device = inputs.q.device.type
     numel = BLOCK_NUMEL.get(device, DEFAULT_BLOCK_NUMEL)
     side = block_size or BLOCK_SIDE.get(device, DEFAULT_BLOCK_SIDE)
     while True:
         queries, keys = min(side, Tq), min(side, Tk)
-        rows = Hq // Hk * queries  # those of a key head
+        rows = Hq // Hk * queries  # of one key head
         numel_of_head = rows * keys + (rows + keys) * inputs.width
         if block_size is not None or side <= 16 or numel_of_head <= numel:
             break
@@ -227,7 +226,7 @@ def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, 
 
 
 def _loop(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
-    """The maxima over all blocks, which slices select."""
+    """The maxima over all blocks, selected by slices."""
     best = _empty_maxima(inputs.q)
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     batches, heads, queries, keys = (
@@ -258,7 +257,7 @@ def _loop_of_graphs(
     causal: bool,
     block_size: Optional[int],
 ) -> Tensor:
-    """`_loop` as one operator of a compiled graph, whatever the length."""
+    """`_loop` as one operator of a compiled graph, for any length."""
     tensors = q, k, q_rope, k_rope, query_ids, key_ids, attn_mask
     inputs, best = _Inputs(*tensors, scale, causal, None), _empty_maxima(q)
     return best if _raise_by_kernel(inputs, block_size, best) else _loop(inputs, block_size)
@@ -268,14 +267,15 @@ _loop_of_graphs.register_fake(lambda q, *_: _empty_maxima(q))
 
 
 def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
-    """The maxima by a scan over numbered blocks, which tensors of indices select.
+    """The maxima by a scan over numbered blocks, selected by index tensors.
 
-    A graph can hold a scan together with the mask_mod. All blocks have one shape: the last of a
-    dimension is moved back to its end, and overlaps the one before, which changes no maximum.
+    A graph can contain a scan with the mask_mod. All blocks have the same shape: the last block of
+    a dimension is moved back to end with it, and overlaps the previous one, which changes no
+    maximum.
     """
     from torch._higher_order_ops.scan import scan
 
-    # Queries and keys are often views of one projection, and scan takes no views of one storage.
+    # Queries and keys are often views of one projection; scan refuses views of one storage.
     copies = [None if tensor is None else tensor.clone() for tensor in inputs[:6]]
     inputs = _Inputs._make([*copies, *inputs[6:]])
     scale = inputs.scale
@@ -298,7 +298,9 @@ def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
         query_heads = query_heads.flatten()
         maxima = _maxima(inputs, _Block(batch, query_heads, key_heads, queries, keys))
         maxima = torch.maximum(best.index_select(0, query_heads), maxima)
-        return best.index_copy(0, query_heads, maxima), number.clone()  # an output of each step
+        return best.index_copy(
+            0, query_heads, maxima
+        ), number.clone()  # scan needs an output per step
 
     numbers = torch.arange(math.prod(counts), device=device)
     best = scan(update, _empty_maxima(inputs.q), numbers)[0]
@@ -306,8 +308,8 @@ def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
 
 
 def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
-    """The largest product of each query head of a block, since the order of the products is that of
-    the logits; where the scale is not positive, the largest logit."""
+    """The largest product of each query head in a block (products are ordered like logits), or, if
+    the scale is not positive, the largest logit."""
     q = _select(inputs.q, block.batch, block.query_heads, block.queries)
     k = _select(inputs.k, block.batch, block.key_heads, block.keys)
     if inputs.q_rope is not None and inputs.k_rope is not None:
@@ -324,7 +326,7 @@ def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
 
 
 def _select(tensor: Tensor, *selections: Selection) -> Tensor:
-    """Selects from the first dimensions of a tensor; a dimension of 1 stays."""
+    """Selects from the first dimensions of a tensor; dimensions of size 1 stay."""
     index: list[Selection] = []
     for dim, selection in enumerate(selections):
         if isinstance(selection, slice):
@@ -341,12 +343,12 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     dtype = _dtype_of_maxima(q)
     rows = q.reshape(b * hk, -1, D)
     columns = k.reshape(b * hk, keys, D).transpose(1, 2)
-    has_mixed_products = (  # of 16-bit inputs, with fp32 results
+    has_mixed_products = (  # 16-bit inputs, fp32 results
         q.dtype in (torch.float16, torch.bfloat16)
         and q.device.type == "cuda"
         and torch.version.hip is None
     )
-    with torch.autocast(q.device.type, enabled=False):  # it would round fp32 to its own dtype
+    with torch.autocast(q.device.type, enabled=False):  # autocast would round fp32
         if has_mixed_products:
             scores = torch.bmm(rows, columns, out_dtype=dtype)
         else:
@@ -355,7 +357,7 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
-    """Yields for each mask the pairs of a block that do not count, broadcast to its scores."""
+    """Yields the excluded pairs of each mask in a block, broadcast to its scores."""
     device, rows, columns = inputs.q.device, block.queries, block.keys
     is_below_diagonal = (
         isinstance(rows, slice) and isinstance(columns, slice) and columns.stop <= rows.start + 1
@@ -383,7 +385,7 @@ def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
 
 
 def _largest_excluded(mask: Tensor) -> float:
-    """The largest number of a mask, read as a float, that excludes a pair."""
+    """The largest value in a mask that excludes a pair."""
     if mask.dtype == torch.bool:
         return 0.0
     return max(EXCLUDED, torch.finfo(mask.dtype).min / 2)
@@ -396,7 +398,7 @@ def _indices(selection: Selection, device: torch.device) -> Tensor:
 
 
 def _checked(inputs: _Inputs, out: Optional[Tensor]) -> _Inputs:
-    """The inputs, whose tensors are checked; ids and masks get all dimensions."""
+    """Checks the inputs, and gives ids and masks all dimensions."""
     q, k, q_rope, k_rope = inputs[:4]
     if (q_rope is None) != (k_rope is None):
         name = "q_rope" if k_rope is None else "k_rope"
@@ -408,8 +410,8 @@ def _checked(inputs: _Inputs, out: Optional[Tensor]) -> _Inputs:
             continue
         if is_dtensor(tensor):
             raise ValueError(
-                f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
-                "maxima of all ranks together afterwards"
+                f"{name} is a DTensor: pass this rank's heads, {name}.to_local(), and combine the "
+                "maxima of all ranks afterwards"
             )
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a tensor, not {type(tensor).__name__}")
@@ -427,7 +429,7 @@ def _checked(inputs: _Inputs, out: Optional[Tensor]) -> _Inputs:
             raise ValueError(f"{name} is {tensor.dtype}, but q is {q.dtype}")
     (B, Hq, Tq, D), (Hk, Tk) = q.shape, k.shape[1:3]
     if min(Hq, Hk) == 0 or Hq % Hk:
-        raise ValueError(f"q has {Hq} heads, which is no multiple of the {Hk} heads of k")
+        raise ValueError(f"q has {Hq} heads, which is not a multiple of the {Hk} heads of k")
     _check_shape("k", k, (B, Hk, Tk, D))
     if q_rope is not None and k_rope is not None:
         R = q_rope.shape[3]
@@ -457,7 +459,7 @@ def _check_numbers(scale: Any, block_size: Any, width: int) -> float:
     if scale is None and width == 0:
         raise ValueError("q and k have no columns")
     if isinstance(scale, Tensor):
-        raise ValueError("scale must be a number: a tensor would have to be read from its device")
+        raise ValueError("scale must be a number: a tensor would have to be read from the device")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, not {scale}")
     if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
@@ -466,21 +468,21 @@ def _check_numbers(scale: Any, block_size: Any, width: int) -> float:
 
 
 def _check_ids(ids: Optional[Tensor], B: int, T: int) -> Optional[Tensor]:
-    """Ids of documents, (B or 1, T)."""
+    """Document ids, (B or 1, T)."""
     if ids is None:
         return None
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"document_ids must be integers, not {ids.dtype}")
     if tuple(ids.shape) not in ((T,), (B, T)):
         raise ValueError(
-            f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(ids.shape)}; a tuple "
-            "has those of queries and of keys"
+            f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(ids.shape)}; pass a "
+            "tuple if queries and keys differ"
         )
     return ids if ids.dim() == 2 else ids[None]
 
 
 def _check_mask(mask: Optional[Tensor], shape: tuple[int, ...]) -> Optional[Tensor]:
-    """The mask with all four dimensions, each of 1 or that of the scores."""
+    """The mask with all four dimensions, each of size 1 or full."""
     if mask is None:
         return None
     if mask.dtype != torch.bool and not mask.is_floating_point():

@@ -1,4 +1,4 @@
-"""Records the largest attention logit of each query head by hooks on a model in training."""
+"""Records the largest attention logit of each query head, with hooks on a model in training."""
 
 from __future__ import annotations
 
@@ -32,56 +32,55 @@ if dist.is_available():
 # Usual names of fused projections.
 FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value")
 
-# Names of projections in attention modules; nn.MultiheadAttention has parameters for them.
+# Names of projections in attention modules; in nn.MultiheadAttention they are parameters.
 PROJECTIONS = frozenset({*SIDES, *FUSED, "in_proj_weight", "q_proj_weight"})
 
 OBSERVE = "call the recorder's observe or observe_scores in its forward"
 
 
 class QKLogitRecorder:
-    """Largest attention logit of each query head, from a model's forwards, for QK-Clip.
+    """Records the largest attention logit of each query head in a model's forwards, for QK-Clip.
 
-    To be attached to an optimizer, ``optim.qk_recorder = QKLogitRecorder(model)``, which takes
-    what was recorded at each step.
+    Assign it to an optimizer, ``optim.qk_recorder = QKLogitRecorder(model)``. Each step then takes
+    what was recorded.
 
-    Where a hooked module, or one below it, calls ``F.scaled_dot_product_attention`` or
-    ``torch.nn.attention.flex_attention.flex_attention``, maxima are computed from the call's
-    queries, keys, scale and mask. Calls are seen by these names in torch's modules, but not by a
-    name that was imported from there, nor where ``flex_attention`` is compiled. Where
-    ``flex_attention`` is asked for ``AuxRequest(max_scores=True)``, its maxima are taken: they come
-    for free, and include what a ``score_mod`` does to a score. Otherwise a ``score_mod`` is not
-    looked at.
+    If a hooked module, or a module below it, calls ``F.scaled_dot_product_attention`` or
+    ``torch.nn.attention.flex_attention.flex_attention``, the recorder computes maxima from the
+    call's queries, keys, scale and mask. It sees only calls through torch's modules, not through
+    names imported from them, and no compiled ``flex_attention``. If ``flex_attention`` is called
+    with ``AuxRequest(max_scores=True)``, the recorder uses its maxima, which cost nothing and
+    include any ``score_mod``. Otherwise it ignores a ``score_mod``.
 
-    Other attention has to call `observe` or `observe_scores`, and so has all attention in compiled
-    modules. Under context parallelism a call sees some of the keys only, and so does the
-    recorder.
+    Other attention, and all attention in compiled modules, must call `observe` or `observe_scores`.
+    With context parallelism, a call has only some of the keys, so the recorder sees only these.
 
-    What counts is a forward with gradients enabled that ends: where the model's forward raises, or
-    that of a hooked module, all that it recorded is dropped. Python does not see a compiled model's
-    forward raise: call `discard` there. Under activation checkpointing a forward counts once: as it
-    first runs or, where that is without gradients (``use_reentrant=True``), as it runs again. Meta
-    and fake tensors are not recorded, nor is what torch.jit traces. The model's outputs and
-    gradients stay the same to the bit, no activation is kept, and the host waits for nothing. Hooks
-    of a copied or unpickled model do nothing.
+    A forward counts if gradients are enabled and it completes. If the forward of the model or of a
+    hooked module raises, what it recorded is dropped; if a compiled model raises, call `discard`,
+    because Python hooks do not notice. With activation checkpointing a forward counts once: the
+    first run, or the second if the first has no gradients (``use_reentrant=True``). Meta and fake
+    tensors, and torch.jit traces, are not recorded. Outputs and gradients of the model stay
+    bit-identical, no activation is kept, and the host does not wait. Hooks of copied or unpickled
+    models do nothing.
 
-    The hooks do not keep the recorder alive, and go when it goes. A later recorder that hooks one
-    of its modules replaces it.
+    The hooks do not keep the recorder alive, and are removed with it. A new recorder replaces an
+    earlier one that has hooked one of the same modules.
 
     Args:
-        model: before or after it is wrapped or sharded (FSDP2, DDP, tensor parallelism), and before
-            its first compiled forward: Dynamo does not see hooks that come later.
-        modules: patterns for names of modules, shell-style for the whole name, or whole components
-            of it; of modules within each other, a pattern means the outermost. None for all that
-            own a projection by its usual name (`config.SIDES`, `FUSED`), as a module or a
-            parameter, and ``nn.MultiheadAttention`` (to be called with ``need_weights=False``).
+        model: the model, before or after it is wrapped or sharded (FSDP2, DDP, tensor parallelism),
+            and before its first compiled forward: Dynamo ignores later hooks.
+        modules: patterns for module names: shell-style for whole names, or whole components of
+            names. Of nested matches, a pattern means the outermost module. None hooks all modules
+            that own a projection with a usual name (such as wq, q_proj or c_attn), as a module or a
+            parameter, and ``nn.MultiheadAttention``, which needs ``need_weights=False``.
 
     Raises:
-        ValueError: no such module; a pattern that fits none.
+        ValueError: ``model`` is not a module, no module has such a projection, or a pattern matches
+            no module.
     """
 
     def __init__(self, model: nn.Module, modules: Optional[Sequence[str]] = None):
         if not isinstance(model, nn.Module):
-            raise ValueError(f"QKLogitRecorder takes an nn.Module, found a {type(model).__name__}")
+            raise ValueError(f"model must be an nn.Module, found a {type(model).__name__}")
         patterns = [modules] if isinstance(modules, str) else modules
         records = [_Record(*chosen) for chosen in _attention_modules(model, patterns).items()]
         for record in records:
@@ -101,20 +100,20 @@ class QKLogitRecorder:
             self._hook(record)
 
     def __reduce__(self) -> tuple:
-        # Copies and pickles, which a model may hold, record nothing, and do without this package:
-        # its name differs from build to build, and it may not be there.
-        inert = "".format  # takes anything
+        # Models may contain the recorder. Its copies and pickles record nothing and do without this
+        # package, which may be missing or have another name in another build.
+        inert = "".format  # accepts any arguments
         methods = dict.fromkeys(("discard", "observe", "observe_scores", "remove"), inert)
         return SimpleNamespace, (), {"names": [], "forwards": {}, "take": dict, **methods}
 
     @property
     def names(self) -> list[str]:
-        """The names of the hooked modules, without what wrappers add."""
+        """The names of the hooked modules, without components that wrappers add."""
         return list(self._records)
 
     @property
     def forwards(self) -> dict[str, int]:
-        """How many forwards of each module were recorded since the last `take`; none compiled."""
+        """Forwards recorded since the last `take`, by module, without compiled ones."""
         return {name: record.forwards for name, record in self._records.items()}
 
     def observe(
@@ -126,42 +125,44 @@ class QKLogitRecorder:
         causal: bool = True,
         **masks: Any,
     ) -> None:
-        """Records the logits of queries and keys, called in the module's own forward.
+        """Records the logits of queries and keys. Call it in the forward of the module.
 
-        Does nothing where that does not count, and once the recorder is removed.
+        It does nothing if the forward does not count, or if the recorder has been removed.
 
         Args:
             module: a hooked module, or its name.
-            q, k: (B, Hq, Tq, D) and (B, Hk, Tk, D), this rank's, or DTensors sharded by heads or
+            q, k: (B, Hq, Tq, D) and (B, Hk, Tk, D) of this rank, or DTensors sharded by head or
                 batch.
-            scale, causal, masks: as `max_qk_logits` takes them.
+            scale, causal, masks: as in `max_qk_logits`.
 
         Raises:
-            ValueError: not a hooked module; shapes that do not fit; DTensors of other placements.
+            ValueError: the module is not hooked, shapes do not fit, or a DTensor has other
+                placements.
         """
         self._observe(module, lambda: read(q, k, scale, causal, masks))
 
     def observe_scores(self, module: Union[nn.Module, str], max_scores: Tensor) -> None:
-        """Records logits whose maxima the attention itself has taken, as `observe` does.
+        """Like `observe`, for attention that returns the maxima of its logits.
 
         Args:
-            max_scores: (B, Hq, Tq), any floating dtype, −inf where a query sees nothing; as q it
-                may be a DTensor.
+            module: a hooked module, or its name.
+            max_scores: (B, Hq, Tq), in any floating dtype, −inf for queries without keys; may be a
+                DTensor sharded by head or batch.
         """
         self._observe(module, lambda: read_scores(max_scores))
 
     def take(self) -> dict[str, Optional[Tensor]]:
-        """What was recorded since the last call; starts afresh.
+        """Returns what was recorded since the last call, and starts over.
 
         Returns:
-            For each hooked module by name the largest logit of each of its query heads on this
-            rank, fp32, (heads,), −inf for heads that saw nothing; a DTensor, Shard(0), where tensor
-            parallelism shards heads. None of a module that has never been recorded, and of all
-            modules once the recorder is removed and what it had was taken.
+            By name of each hooked module, the largest logit of each of its query heads on this
+            rank: (heads,), in fp32, −inf for heads that saw no pair; with tensor parallelism over
+            heads, a DTensor with Shard(0). None for a module that was never recorded, and for all
+            modules after the call that follows `remove`.
 
         Raises:
-            ValueError: attention of a module was not seen, or not understood, or recording it
-                raised. All that was recorded is gone.
+            ValueError: attention of a module was not seen, not understood, or raised while
+                recording. Everything recorded is dropped.
         """
         self._leave_all()
         problems: list[str] = []
@@ -174,18 +175,18 @@ class QKLogitRecorder:
             if not self._is_on:
                 record.maxima = None
         if problems:
-            more = f"; and of {len(problems) - 3} more" if len(problems) > 3 else ""
+            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise ValueError("; ".join(problems[:3]) + more)
         return taken
 
     def discard(self) -> None:
-        """Drops what was recorded since the last `take`, for a batch that no step will use."""
+        """Drops what was recorded since the last `take`, for a batch that no step uses."""
         self._leave_all()
         for record in self._records.values():
             record.clear()
 
     def remove(self) -> None:
-        """Takes all hooks off."""
+        """Removes all hooks."""
         self._unhook()
         self._leave_all()
         report_calls(self, -sys.maxsize)
@@ -201,7 +202,7 @@ class QKLogitRecorder:
         module, hook = record.module, self._hooks.enter_context
         before, after = _ForwardHook(self._before, record), _ForwardHook(self._after, record)
         hook(module.register_forward_pre_hook(before))
-        # First of all: attention in other hooks is not the module's.
+        # Before other hooks: attention in them is not the module's.
         hook(module.register_forward_hook(after, prepend=True, always_call=True))
         if record.attends and isinstance(record.query, nn.Module):
             before_query = _ForwardHook(self._before_query, record, is_of_query=True)
@@ -209,7 +210,7 @@ class QKLogitRecorder:
 
     @property
     def _running(self) -> list[_RunningForward]:
-        """The forwards that are running, in this thread: autograd's threads recompute others."""
+        """Forwards running in this thread; autograd's threads recompute others."""
         return vars(self._threads).setdefault("running", [])
 
     def _running_forward(self, record: _Record) -> Optional[_RunningForward]:
@@ -220,7 +221,7 @@ class QKLogitRecorder:
         forward, earlier = _RunningForward(record, _counts()), self._running_forward(record)
         if earlier is not None:
             within = sum(other.record is record for other in self._running)
-            if _calls_of(record.module) <= within:  # not one in the other: an interrupt has left it
+            if _calls_of(record.module) <= within:  # not nested: it was interrupted
                 self._leave(earlier, ended=False)
         self._running.append(forward)
         if forward.is_recorded:
@@ -233,7 +234,7 @@ class QKLogitRecorder:
                 report_calls(self, 1)
 
     def _before_query(self, record: _Record, projection: nn.Module, *_: Any) -> None:
-        # The projection's weight is whole, but for tensor parallelism, in its own forward only.
+        # Only in its own forward is the projection's weight whole, except for tensor parallelism.
         record.note_rows(getattr(projection, "weight", None))
 
     def _after(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
@@ -247,8 +248,8 @@ class QKLogitRecorder:
             record.is_blind |= not forward.saw_attention
 
     def _leave(self, last: _RunningForward, ended: bool) -> None:
-        """Forgets the innermost forwards of this thread up to ``last``, and what they recorded, as
-        those within ``last`` never ended; but keeps what ``last`` recorded if it has ``ended``."""
+        """Forgets the innermost forwards of this thread, up to ``last``, and what they recorded,
+        because they did not complete. Keeps what ``last`` recorded if it has ``ended``."""
         forward = None
         while forward is not last:
             forward = self._running.pop()
@@ -260,7 +261,7 @@ class QKLogitRecorder:
                         record.restore(snapshot)
 
     def _leave_all(self) -> None:
-        """Forgets the forwards of this thread that were interrupted, and what they recorded."""
+        """Forgets interrupted forwards of this thread, and what they recorded."""
         if self._running:
             self._leave(self._running[0], ended=False)
 
@@ -269,7 +270,7 @@ class QKLogitRecorder:
         forward = self._running[-1] if self._running else None
         if forward is not None and forward.is_recorded and forward.record.attends:
             forward.saw_attention = True
-            # An error is not raised now: ranks had better fail together, in take().
+            # An error is raised later, in take(), where ranks fail together.
             forward.record.add_eagerly(call, raises=False)
 
     def _observe(self, module: Union[nn.Module, str], call: Callable[[], Call]) -> None:
@@ -293,27 +294,28 @@ class QKLogitRecorder:
             record = self._of_module.get(module)
         if record is None:
             name = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
-            raise ValueError(f"{name} is not hooked; there are {quote(self.names)}")
+            raise ValueError(f"{name} is not hooked; hooked modules: {quote(self.names)}")
         return record
 
 
 @dataclass(eq=False)
 class _Record:
-    """What was recorded of a hooked module.
+    """The record of a hooked module.
 
     Args:
-        within: the records of this module and of those below it.
-        attends: whether its attention calls are recorded; not those of a model that is hooked to
-            see whether its forward ends.
-        maxima: (heads,), fp32; the same tensor at all steps, as compiled forwards guard on it.
-        heads: of DTensor queries the mesh, its dimension that shards heads, how many there are.
-        rows: of a query projection that is a DTensor the mesh, its dimension that shards rows, how
-            many rows there are, how many of them this rank has.
-        head_dim: numbers of a query head; 0 if unknown.
-        is_blind: a recorded forward saw no attention.
-        is_compiled: Dynamo has traced a forward that counts.
-        is_observed: Dynamo has traced a call of observe in one.
-        key: in `_RECORDS`.
+        within: the records of this module and of modules below it.
+        attends: True if its attention calls are recorded; False for a model that is hooked only to
+            notice whether its forward completes.
+        maxima: (heads,), fp32; always the same tensor, because compiled forwards guard on it.
+        heads: for DTensor queries, the mesh, its dimension that shards heads, and the number of
+            heads.
+        rows: for a DTensor query projection, the mesh, its dimension that shards rows, the number
+            of rows, and the number of rows on this rank.
+        head_dim: width of a query head; 0 if unknown.
+        is_blind: True if a recorded forward saw no attention.
+        is_compiled: True if Dynamo has traced a forward that counts.
+        is_observed: True if Dynamo has traced a call of observe in it.
+        key: its key in `_RECORDS`.
     """
 
     name: str
@@ -336,12 +338,12 @@ class _Record:
 
     @property
     def query(self) -> Union[nn.Module, Tensor, None]:
-        """The projection to queries, a module or a parameter."""
+        """The query projection, a module or a parameter."""
         children: dict[str, Any] = {**self.module._parameters, **self.module._modules}
         return next((children[name] for name in QUERIES if children.get(name) is not None), None)
 
     def note_rows(self, weight: Any) -> None:
-        """Notes how the rows of the query projection are sharded."""
+        """Notes how rows of the query projection are sharded."""
         if is_dtensor(weight):
             sharded = [i for i, p in enumerate(weight.placements) if p.is_shard(0)]
             if len(sharded) == 1:
@@ -349,15 +351,15 @@ class _Record:
                 self.rows = (weight.device_mesh, sharded[0], weight.shape[0], local)
 
     def add_eagerly(self, read_call: Callable[[], Call], raises: bool) -> None:
-        """Raises the maxima to the logits of a call; an error is a `problem`, or is raised."""
+        """Raises the maxima to a call's logits; an error becomes a `problem`, or is raised."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self.problem = "runs within a transform of torch.func, where nothing can be recorded"
             return
         try:
             call = read_call()
-            if not call.has_numbers:  # of a run that is to tell shapes
+            if not call.has_numbers:  # only shapes are traced
                 return
-            # Selective checkpointing would take our operations for some of those it runs again.
+            # Otherwise selective checkpointing counts our operations among those it repeats.
             with _disable_current_modes():
                 self.prepare(call.queries.shape[1], call.queries.device)
                 assert self.maxima is not None
@@ -369,39 +371,39 @@ class _Record:
             self.problem = str(error)
         except Exception as error:
             kind = type(error).__name__
-            self.problem = f"was not recorded, for its attention calls raise {kind}: {error}"
+            self.problem = f"was not recorded, because its attention calls raise {kind}: {error}"
 
     def add_compiled(self, call: Call) -> None:
-        # Nothing is assigned here: a graph under activation checkpointing must not, and one that
-        # makes the maxima would be compiled anew when there are some.
+        # This assigns nothing: a graph under activation checkpointing must not, and a graph that
+        # makes the maxima would be compiled again once they exist.
         device, heads = call.queries.device, call.queries.shape[1]
         _note_observed(self.key, heads, call.head_dim, device.type, device.index)
         assert self.maxima is not None
         call.raise_maxima(self.maxima)
 
     def prepare(self, count: int, device: torch.device) -> None:
-        """Makes the maxima of ``count`` heads where there are none, or those of other heads."""
+        """Makes the maxima of ``count`` heads, unless they exist."""
         maxima = self.maxima
         if maxima is not None and maxima.device == device and len(maxima) != count:
-            self.problem = f"attends with {count} heads, and with {len(maxima)} before"
+            self.problem = f"attends with {count} heads, and before with {len(maxima)}"
         if maxima is None or maxima.device != device or len(maxima) != count:
             self.maxima = torch.full((count,), -math.inf, dtype=torch.float32, device=device)
 
     def take(self) -> Optional[Tensor]:
-        """Returns the maxima, if there ever were any, and starts afresh.
+        """Returns the maxima, if any, and starts over.
 
         Raises:
-            ValueError: they were not recorded as they should; starts afresh, too.
+            ValueError: something was not recorded as it should be. Starts over, too.
         """
         maxima = None if self.maxima is None else self.maxima.clone()
         problem = self.problem
         if self.is_blind and isinstance(self.module, nn.MultiheadAttention):
-            problem = "ran, but called no attention function: give it need_weights=False"
+            problem = "ran, but called no attention function: call it with need_weights=False"
         elif self.is_blind:
             problem = (
-                "ran, but no attention call was seen: give models of transformers "
-                f'attn_implementation="sdpa"; in other models {OBSERVE}, or name the modules that '
-                "attend by modules="
+                "ran, but no attention call was seen: in transformers, use "
+                f'attn_implementation="sdpa"; in other models, {OBSERVE}, or pass the names of the '
+                "modules that attend as modules="
             )
         elif self.is_compiled and not self.is_observed and not self.forwards:
             problem = f"is compiled, so no attention call can be seen: {OBSERVE}"
@@ -414,7 +416,7 @@ class _Record:
         self.restore((self.maxima, None, 0, False, None))
 
     def snapshot(self) -> tuple:
-        """What was recorded until now, for `restore`."""
+        """What was recorded so far, for `restore`."""
         values = None if self.maxima is None else self.maxima.clone()
         return self.maxima, values, self.forwards, self.is_blind, self.problem
 
@@ -422,16 +424,16 @@ class _Record:
         maxima, values, self.forwards, self.is_blind, self.problem = snapshot
         if maxima is not None:
             self.maxima = maxima
-        if self.maxima is not None:  # the same tensor, as compiled forwards may guard on it
+        if self.maxima is not None:  # in place: compiled forwards may guard on it
             self.maxima.copy_(values) if values is not None else self.maxima.fill_(-math.inf)
 
     def _as_sharded(self, maxima: Tensor) -> Tensor:
-        """The maxima as a DTensor, where ranks have heads of their own."""
+        """The maxima as a DTensor, if ranks have different heads."""
         sharding = self.heads
         if sharding is None and self.rows is not None:
             mesh, dim, rows, local = self.rows
             heads = len(maxima) * rows // local if local else rows // self.head_dim
-            if rows == local or rows != len(maxima) * self.head_dim:  # else gathered before
+            if rows == local or rows != len(maxima) * self.head_dim:  # otherwise gathered before
                 sharding = mesh, dim, heads
         if sharding is None:
             return maxima
@@ -445,8 +447,8 @@ class _Record:
         )
 
 
-# Records by their keys. Keys are constants, so Dynamo can call the two functions below with them
-# while it traces. They are called only then, not when what was traced runs.
+# Records by key. Keys are constants, so Dynamo can call the two functions below with them. It does
+# so only while it traces, not when the traced code runs.
 _RECORDS: weakref.WeakValueDictionary[str, _Record] = weakref.WeakValueDictionary()
 
 
@@ -471,7 +473,7 @@ def _note_observed(key: str, count: int, head_dim: int, device: str, index: Opti
 
 @dataclass(eq=False)
 class _RunningForward:
-    """A forward that is running; ``is_recorded`` is False of one that does not count."""
+    """A running forward; ``is_recorded`` is False if it does not count."""
 
     record: _Record
     is_recorded: bool
@@ -480,7 +482,7 @@ class _RunningForward:
 
 
 def _calls_of(module: nn.Module) -> int:
-    """How many calls of the module this thread is in, one within the other."""
+    """Number of nested calls of the module in this thread."""
     calls, frame = 0, inspect.currentframe()
     while frame is not None:
         is_call = frame.f_code is nn.Module._call_impl.__code__
@@ -490,8 +492,8 @@ def _calls_of(module: nn.Module) -> int:
 
 
 class _ForwardHook:
-    """Calls a method of the recorder, while there is one, with a record; a copy, or a pickle, does
-    nothing."""
+    """Calls a method of the recorder with a record, while the recorder exists. Copies and pickles
+    do nothing."""
 
     def __init__(self, method: Any, record: _Record, is_of_query: bool = False):
         self.method = weakref.WeakMethod(method)
@@ -511,12 +513,12 @@ class _ForwardHook:
         return contextlib.nullcontext().__exit__
 
     def __reduce__(self) -> tuple:
-        # Takes anything, returns None, and needs no package (see the recorder's).
+        # Accepts any arguments, returns None, and needs no package (see the recorder's).
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _remove_recorders(module: nn.Module) -> None:
-    """Removes the recorder that records the module, if there is one."""
+    """Removes the recorder of a module, if any."""
     for hook in list(module._forward_hooks.values()):
         method = hook.method() if isinstance(hook, _ForwardHook) and hook.record.attends else None
         if method is not None:
@@ -524,14 +526,14 @@ def _remove_recorders(module: nn.Module) -> None:
 
 
 def _counts() -> bool:
-    """Whether a forward that begins now is to be recorded."""
+    """True if a forward that starts now is recorded."""
     return torch.is_grad_enabled() and not (torch.jit.is_tracing() or _is_computed_again())
 
 
 def _is_computed_again() -> bool:
-    """Whether checkpointing repeats a forward that has run with gradients before.
+    """True if checkpointing repeats a forward that has run with gradients before.
 
-    What is not known to do so counts: recording twice costs time only.
+    Unknown cases return False: recording twice only costs time.
     """
     if torch._C._current_graph_task_id() == -1:  # no backward is running
         return False
@@ -540,7 +542,7 @@ def _is_computed_again() -> bool:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             if frame.f_code.co_name == "recompute_fn":
                 return True
-            if frame.f_code.co_name == "backward":  # of a reentrant one
+            if frame.f_code.co_name == "backward":  # of reentrant checkpointing
                 return False
         frame = frame.f_back
     return False
@@ -553,7 +555,7 @@ def _attention_modules(model: nn.Module, patterns: Optional[Sequence[str]]) -> d
         for name, module in model.named_modules()
         if type(module).forward is not nn.Module.forward
     }
-    # The same normalized name again is what a wrapper wraps.
+    # If a normalized name repeats, the later module is the wrapped one.
     full_names = {normalize_name(name): name for name in named}
     modules = {name: named[full_name] for name, full_name in full_names.items()}
     if patterns is None:
@@ -564,17 +566,17 @@ def _attention_modules(model: nn.Module, patterns: Optional[Sequence[str]]) -> d
         }
         if not chosen:
             raise ValueError(
-                f"no module has any of {sorted(PROJECTIONS)}: name the attention modules in "
-                f"modules=, there are {quote(list(modules))}"
+                f"no module has any of {sorted(PROJECTIONS)}: pass names of attention modules as "
+                f"modules=; the model has {quote(list(modules))}"
             )
         return chosen
     if not patterns:
-        raise ValueError("modules must be None or patterns, found none")
+        raise ValueError("modules must be None or a list of patterns, found an empty list")
     chosen = {}
     for pattern in patterns:
         fitting = [name for name in modules if matches(full_names[name], pattern)]
         if not fitting:
-            raise ValueError(f"no module fits {pattern!r}; there are {quote(list(modules))}")
+            raise ValueError(f"no module matches {pattern!r}; the model has {quote(list(modules))}")
         for name in fitting:
             if not any(name != other and _is_within(name, other) for other in fitting):
                 chosen[name] = modules[name]

@@ -2,13 +2,12 @@
 
 A recipe takes a model and returns keyword arguments::
 
-    optimizer = Muon(**recipes.kimi_k2(model))
+    optim = Muon(**recipes.kimi_k2(model))
 
 published.json lists each value with its source, a section of a report or a file. Numbers missing
 from Kimi K3's and GLM-5's reports are required arguments. Where these reports do not spell out the
 algorithm, it is that of the recipes they build on: Nesterov momentum, the polynomials, and the
-scale of Kimi K3's updates. Learning rates are the peaks of schedules; the trainer supplies the
-schedule.
+scale of Kimi K3's updates. Learning rates are the peaks of schedules, which the trainer supplies.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def moonlight(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     2.2), trains embeddings, head and norms, whose decay appendix D calls crucial.
 
     Args:
-        model: a model with latent attention and experts, and parameter names as in transformers'
-            DeepSeek-V3.
+        model: a model with latent attention, experts, and the names of transformers' DeepSeek-V3.
         lr: the peak learning rate; None is the published one.
 
     Raises:
@@ -54,8 +52,8 @@ def kimi_k2(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     Moonlight's Muon with QK-Clip: `step` needs ``qk_logits`` or a `QKLogitRecorder`.
 
     Args:
-        model: a model with latent attention and experts, parameter names as in transformers'
-            DeepSeek-V3, and head sizes in its ``config``.
+        model: a model with latent attention, experts, the names of transformers' DeepSeek-V3, and
+            head sizes in its ``config``.
         lr: the peak learning rate; None is the published one.
 
     Raises:
@@ -82,9 +80,8 @@ def kimi_k3(
     residual projections with one row, and the vision tower.
 
     Args:
-        model: a model with the parameter names of the published weights, and the head sizes of
-            latent attention in its ``config``. Its attention modules must have their head sizes
-            too.
+        model: a model with the names of the published weights, and the head sizes of latent
+            attention in its ``config``. Attention modules must have their head sizes too.
         lr, momentum, ns_steps, adamw_betas, adamw_eps: as in `Muon`; the report has none of them.
         threshold: of ``clip_config``; the report does not have it either.
 
@@ -110,8 +107,7 @@ def glm_5(
     which kept logits bounded without clipping (section 2.1). The settings are GLM-4.5's.
 
     Args:
-        model: a model with latent attention and experts, and parameter names as in transformers'
-            GLM-5.
+        model: a model with latent attention, experts, and the names of transformers' GLM-5.
         lr: the peak learning rate; None is the published one.
         adamw_betas, adamw_eps: as in `Muon`; the reports have neither.
 
@@ -129,8 +125,8 @@ def deepseek_v4(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     biases of compressors: AdamW trains them, like all biases.
 
     Args:
-        model: a model with parameter names as in transformers' DeepSeek-V4, and with
-            ``o_lora_rank`` in its ``config``.
+        model: a model with the names of transformers' DeepSeek-V4, and ``o_lora_rank`` in its
+            ``config``.
         lr: the peak learning rate; None is DeepSeek-V4-Pro's, which is lower than Flash's.
 
     Raises:
@@ -193,8 +189,7 @@ def nanochat(
 
 
 def _arguments(recipe: str, model: nn.Module, **given: Any) -> dict[str, Any]:
-    """Arguments of `Muon` from a recipe in published.json, updated with each ``given`` value but
-    None.
+    """Arguments of `Muon` from a recipe in published.json and the ``given`` values but None.
 
     A value "config.x" stands for ``x`` of the model's config. The keys ``parts`` and ``split``
     contain components of parameters' names.

@@ -94,8 +94,7 @@ def selfcheck(
     script, and call ``selfcheck`` below ``if __name__ == "__main__":``.
 
     Args:
-        model_fn: returns the whole model with weights. A rank must be able to train two copies of
-            it.
+        model_fn: returns the whole model with weights, small enough for a rank to train it twice.
         layout_fn: shards the model with the code of your training. Returns the sharded model; or
             the model and its `Muon` (by default what `describe` advises); or these two and the mesh
             or process group of the ranks that see different data (by default all ranks), which
@@ -113,8 +112,7 @@ def selfcheck(
         seed: seed of weights and batches.
 
     Returns:
-        A report, which is true if it has no ``findings``. Errors in your functions are findings
-        too.
+        A report, true if it has no ``findings``. Errors in your functions are findings, too.
 
     Raises:
         ValueError: ranks would be started, but cannot import the functions.
@@ -195,9 +193,7 @@ def _stages(
         yield run.backward(tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
         optim.step()
         run.reference_optim.step()
-        yield run.compare_weights(
-            "its gradients were bit-identical, so the step or a hook changed it"
-        )
+        yield run.compare_weights("gradients were bit-identical: the step or a hook changed it")
         model.zero_grad()  # includes parameters in no group
     idle = [name for name in run.params if name in (run.idle or ())]
     yield list(find_frozen(idle, len(run.params), frozen, "they had no gradient in any step"))
@@ -214,8 +210,7 @@ def _stages(
 
 
 def _sharded(returned: Any) -> tuple[nn.Module, Muon, tuple[int, int]]:
-    """Model, optimizer in exact mode, and (index, count) of the data's parts, from layout_fn's
-    result."""
+    """Model, optimizer in exact mode, and this rank's part of the data, from layout_fn's result."""
     parts: list[Any] = list(returned) if isinstance(returned, tuple) else [returned]
     model, optim, ranks = [*parts, None, None][:3]
     if optim is None and isinstance(model, nn.Module):

@@ -75,16 +75,13 @@ class Run:
             groups.append({**options, **own})
         optim = Muon(groups, exact=True)
         for group, given in zip(optim.param_groups, self.optim.param_groups):
-            group.update(
-                {key: given[key] for key in given.keys() - group.keys()}
-            )  # keys of schedules
+            group.update({key: given[key] for key in given.keys() - group.keys()})  # schedules'
         return optim
 
     # -- gradients -----------------------------------------------------------------------------
 
     def backward(self, batch: Any) -> list[Trap]:
-        """Compares the gradients of a batch, then gives the whole model the sharded model's
-        gradients."""
+        """Compares the gradients of a batch, then copies the sharded model's to the whole one."""
         self.backward_fn(self.model, self.loss_fn(self.model, part_of(batch, *self.data)))
         expected = self._gradients_of(batch, self.reference)
         numel = sum(map(Tensor.numel, expected.values()))
@@ -110,9 +107,7 @@ class Run:
             twin.grad = None if param.grad is None else found.to(twin.dtype)
         self.idle = idle if self.idle is None else self.idle & idle
         if different and len(idle) == len(expected):
-            why = (
-                "backward() did not run, zero_grad() ran after it, or FSDP2's gradient sync is off"
-            )
+            why = "backward() did not run, zero_grad() ran since, or FSDP2's gradient sync is off"
             return [Trap("gradient", "no gradient at any parameter", tuple(different), why)]
         if different and not min(errors.values()) <= FP32:
             noise = self._noise(batch)
@@ -192,7 +187,7 @@ class Run:
         error = ((found - right).norm() / right.norm()).item()
         return Trap(
             "gradient",
-            f"the gradient of {name} differs from the unsharded run's by {error:.1g} times its norm",
+            f"the gradient of {name} is off by {error:.1g} times its norm in the unsharded run",
             names,
             "ranks exchange something other than a mean; or, with tensor parallelism, nothing sums "
             "the parts of ranks (as for a norm of heads), or ranks must see the same data: then "
@@ -219,11 +214,7 @@ class Run:
             if error > (ADAMW_ROUNDING if is_wide and name not in self.muons else ROUNDING):
                 turned = right.mT if right.ndim > 1 else right
                 is_turned = found.shape == turned.shape and torch.equal(found, turned)
-                what = (
-                    f"{name} is not bit-identical to"
-                    if name in self.exact
-                    else f"{name} differs from"
-                )
+                what = f"{name} differs " + ("in its bits from" if name in self.exact else "from")
                 if is_turned:
                     what = f"a transposed stack or matrix: {name} is the transpose of"
                 return [Trap("weights", f"{what} the unsharded run's", (name,), why)]

@@ -79,8 +79,7 @@ def _run_rank(rank: int, ranks: int, port: int, check: Callable[..., Any], argum
 def gather_json(value: Any, has_raised: bool = False) -> list[Any]:
     """The values of all ranks, in order, after a JSON round trip.
 
-    All ranks that raised contribute the first one's value, since the others may have raised because
-    the first one ended.
+    All ranks that raised give the first one's value: the others may have raised because it ended.
 
     Raises:
         DistStoreError: this rank raised, and others did not answer in time.

@@ -66,12 +66,7 @@ def find_unmatched(
         found, right = shapes[changed[0]]
         kind = "a transposed stack or matrix" if {*found} == {*right} else "another shape"
         what = f"{kind}: {changed[0]} is {found} after layout_fn and {right} before"
-        yield Trap(
-            "shape",
-            what,
-            tuple(changed),
-            "Muon reads matrices from the parameters that are trained",
-        )
+        yield Trap("shape", what, tuple(changed), "Muon's matrices are those of the new shape")
     still = [n for n, p in params.items() if not (p.requires_grad and id(p) in held)]
     yield from find_frozen(still, len(params), frozen, "requires_grad=False, or in no group")
 
