@@ -581,7 +581,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Any, ...]] = {
     "momentum of AdamW's": (put(5, "momentum_buffer", torch.zeros(2)), "head.bias"),
     "no second moment": (lambda s: s["state"][5].pop("exp_avg_sq"), "head.bias", "exp_avg_sq"),
     "no momentum": (lambda s: s["state"][4].pop("momentum_buffer"), OF_2, "momentum_buffer"),
-    "no longer side's": (lambda s: s["state"][4].pop("second_momentum_buffer"), OF_2, "lack"),
+    "no longer side's": (lambda s: s["state"][4].pop("second_momentum_buffer"), OF_2, "but not"),
     "no steps": (lambda s: s["state"][5].pop("step"), "head.bias", "step"),
     "state of none": (lambda s: s["state"].update({9: s["state"][5]}), "parameter 9"),
     "state by a name": (lambda s: s["state"].update({"w1": s["state"].pop(4)}), "w1"),
