@@ -49,8 +49,8 @@ from ranks import run_ranks  # type: ignore[attr-defined]  # mypy takes examples
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from grid_search import Rates, best_of, grid_search
-from history import COLOURS
-from plots import GREY, drawing, save
+from history import HUES, reaches
+from plots import HEAD, Theme, add_head, save
 
 Curve = list[tuple[int, float]]  # validation losses after so many steps
 Grid = dict[Rates, float]  # last losses, by the rates of the matrices and of the rest
@@ -152,7 +152,7 @@ def train_as_rank(model: str, ns_dtype: str, comm_dtype: str, **options: Any) ->
 def time_steps(task: Task, rounds: int) -> dict[str, Any]:
     """Median seconds of a step of each optimizer."""
     batch, contenders = to_device(task.draw(0, 0)), {}
-    for name in COLOURS:
+    for name in HUES:
         model = task.build().to(pick_device())
         contenders[name] = partial(update, model, make_optimizer(model, name, 1e-3, 1e-3), batch)
     seconds = take_turns(contenders, rounds)
@@ -242,13 +242,7 @@ class Comparison:
 
     def steps_to_adamw(self) -> float:
         """Muon's steps until AdamW's last loss, between two validations on a straight line."""
-        goal, before = last(self.mean_curve("AdamW")), None
-        for step, loss in self.mean_curve("Muon"):
-            if loss <= goal:
-                share = (before[1] - goal) / (before[1] - loss) if before else 1.0
-                return step - (1 - share) * (step - (before[0] if before else 0))
-            before = (step, loss)
-        return math.inf
+        return reaches(self.mean_curve("Muon"), last(self.mean_curve("AdamW")))
 
 
 def last_loss(train_at: Callable[[Rates, int], Curve], rates: Rates) -> float:
@@ -259,7 +253,7 @@ def last_loss(train_at: Callable[[Rates, int], Curve], rates: Rates) -> float:
 def compare(runs: Runs, model: str, seeds: int, rounds: int) -> Comparison:
     task, grids, finals = TASKS[model], {}, {}
 
-    for name in COLOURS:
+    for name in HUES:
         train_at = partial(runs.train, model, task, name)
         grids[name] = grid_search(partial(last_loss, train_at), task.rates, task.rest_rates)
         best = best_of(grids[name])
@@ -317,13 +311,13 @@ def show_losses(comparisons: Sequence[Comparison], markdown: bool) -> None:
     for c in comparisons:
         (steps, _), reached, seconds = c.finals["AdamW"][0][-1], c.steps_to_adamw(), c.seconds
         row = [c.title]
-        for name in COLOURS:
+        for name in HUES:
             losses = [last(curve) for curve in c.finals[name]]
             spread = stdev(losses) if len(losses) > 1 else 0.0
             rates = ", ".join(f"{rate:g}" for rate in c.best(name))
             row += [rates, f"{fmean(losses):.3f} ± {spread:.3f}"]
         row += [f"{c.best('Muon')[0] / c.best('AdamW')[0]:g} ×", f"{reached:.0f} of {steps}"]
-        row += [f"{1e3 * seconds[name]:.1f}" for name in COLOURS]
+        row += [f"{1e3 * seconds[name]:.1f}" for name in HUES]
         row += [f"{reached * seconds['Muon']:.1f} of {steps * seconds['AdamW']:.1f}"]
         rows.append(row)
     title = "Validation losses at the best rates, other seeds"
@@ -366,52 +360,74 @@ def show_wires(losses: Wires, markdown: bool) -> None:
     show("Validation losses by wire", columns, rows, markdown=markdown, width=140)
 
 
-def plot(path: Path, comparisons: Sequence[Comparison], widths: dict) -> None:
-    """Losses by step; by learning rate; by learning rate at each width."""
+def plot(path: Path, comparisons: Sequence[Comparison], widths: dict) -> str:
+    """Losses by step; by learning rate; by learning rate at each width.
+
+    Returns:
+        The files, to print.
+    """
     count = max(len(comparisons), len(ADJUST_LR) + 1)
-    with drawing() as plt:
-        figure, grid = plt.subplots(3, count, figsize=(2.4 * count, 7), squeeze=False)
+    height = 7.5 + HEAD
+
+    def figure_of(plt: Any, theme: Theme) -> Any:
+        figure, grid = plt.subplots(3, count, figsize=(2.6 * count, height), squeeze=False)
         for axes in grid.flat:
             axes.set_visible(False)
         for c, by_step, by_rate in zip(comparisons, *grid[:2]):
-            for name, colour in COLOURS.items():
-                draw(by_step, c.mean_curve(name), name, colour)
-                draw_rates(by_rate, c.grids[name], name, colour)
+            for name, hue in HUES.items():
+                color = getattr(theme, hue)
+                draw(by_step, c.mean_curve(name), name, color)
+                draw_rates(by_rate, c.grids[name], name, color)
             by_step.set_title(c.title, fontsize=11)
             by_step.set_xlabel("Step")
         for (adjust_lr, grids), axes in zip(widths.items(), grid[2]):
             for number, (dim, losses) in enumerate(grids.items()):
-                colour = plt.get_cmap("viridis")(number / len(grids))
-                draw_rates(axes, losses, f"width {dim}", colour)
+                draw_rates(axes, losses, f"width {dim}", theme.hues[2 + number % 6])
             axes.set_title(adjust_lr, fontsize=11)
         for axes in grid[:, 0]:
             axes.set_ylabel("Validation loss")
-        legend = {"frameon": False, "fontsize": 9, "handlelength": 1}
-        if comparisons:
-            grid[0, 0].legend(**legend)
         if any(widths.values()):  # beside its last panel there is room
-            beside = grid[2, 2].legend(**legend, loc="upper left", bbox_to_anchor=(1, 1))
+            beside = grid[2, 2].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
             beside.set_in_layout(False)
-        figure.tight_layout()
-        save(figure, path)
+        figure.tight_layout(rect=(0, 0, 1, 1 - HEAD / height))
+        subtitle = "Validation losses by step, by learning rate, and by learning rate and width"
+        legend = grid[0, 0] if comparisons else None
+        add_head(figure, theme, finding(comparisons), subtitle, legend)
+        return figure
+
+    return save(path, figure_of)
 
 
-def draw_rates(axes: Any, grid: Grid, label: str, colour: Any) -> None:
-    draw(axes, [*of_matrices(grid).items()], label, colour, marker=".")
-    axes.plot(best_of(grid)[0], grid[best_of(grid)], color=colour, marker="o")
+def finding(comparisons: Sequence[Comparison]) -> str:
+    """The plot's title."""
+    if not comparisons:
+        return "Muon's best learning rate by the model's width"
+    shares = [c.steps_to_adamw() / c.finals["AdamW"][0][-1][0] for c in comparisons]
+    reached = sorted(share for share in shares if share <= 1)
+    if not reached:
+        return "Muon does not reach AdamW's last loss"
+    least, most = (f"{share:.0%}" for share in (reached[0], reached[-1]))
+    many = f" on {len(reached)} of {len(shares)} models" if len(shares) > 1 else ""
+    span = least if least == most else f"{least} to {most}"
+    return f"Muon reaches AdamW's last loss in {span} of the steps{many}"
+
+
+def draw_rates(axes: Any, grid: Grid, label: str, color: Any) -> None:
+    draw(axes, [*of_matrices(grid).items()], label, color, marker=".")
+    axes.plot(best_of(grid)[0], grid[best_of(grid)], color=color, marker="o")
     axes.set(xscale="log", xlabel="Matrices' learning rate")
     axes.xaxis.set_minor_formatter("")
 
 
-def draw(axes: Any, points: Sequence, label: str, colour: Any, marker: str = "") -> None:
+def draw(axes: Any, points: Sequence, label: str, color: Any, marker: str = "") -> None:
     axes.set_visible(True)
-    axes.plot(*zip(*points), color=colour, label=label, marker=marker)
+    axes.plot(*zip(*points), color=color, label=label, marker=marker)
     low, high = axes.dataLim.intervaly
     if high > 5 * low:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-    axes.tick_params(length=0, labelcolor=GREY, labelsize=9)
+    axes.grid(axis="y")
+    axes.tick_params(labelsize=9)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -445,8 +461,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join({comparison.machine for comparison in comparisons}) + "\n")
     if args.widths:
         show_widths(widths, args.markdown)
-    plot(args.plot, comparisons, widths)
-    print(f"runs: {args.out}\nplot: {args.plot}")
+    print(f"runs: {args.out}\nplot: {plot(args.plot, comparisons, widths)}")
 
 
 if __name__ == "__main__":

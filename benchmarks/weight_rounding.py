@@ -9,6 +9,7 @@ the model has a copy in bf16. Batches, initialization and gradients' dtype are t
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,9 +21,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from small_models import TASKS, Task
 from timing import load_kernel, machine, pick_device, show
-from training import Curve, draw, drawing, last, loss_of, save, to_device
+from training import Curve, last, loss_of, to_device
 
-COLOURS = {"nearest": "#dc2626", "stochastic": "#d97706", "exact": "#2563eb", "fp32": "#111827"}
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from plots import HEAD, Theme, add_head, save
+
+ROUNDINGS = ("fp32", "nearest", "stochastic", "exact")
+HUES = {"nearest": "orange", "stochastic": "yellow", "exact": "blue"}
 
 
 def train(task: Task, rounding: str, lr: float, steps: int, seed: int) -> Curve:
@@ -74,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     task, rows = TASKS[options.model], []
     curves: dict[tuple[float, str], list[Curve]] = {}
     for lr in options.lrs:
-        for rounding in COLOURS:
+        for rounding in ROUNDINGS:
             runs = [train(task, rounding, lr, options.steps, seed) for seed in range(options.seeds)]
             curves[lr, rounding] = runs
             losses = [last(curve) for curve in runs]
@@ -86,30 +91,51 @@ def main(argv: Sequence[str] | None = None) -> None:
     show(title, columns, rows, markdown=options.markdown, left=2)
     print(machine(pick_device()))
     if options.plot:
-        plot(options.plot, options.lrs, curves)
+        print(f"plot: {plot(options.plot, options.lrs, curves)}")
 
 
-def plot(path: Path, lrs: Sequence[float], curves: dict[tuple[float, str], list[Curve]]) -> None:
-    """The mean of the seeds in the second half of the steps, a panel for each learning rate."""
-    with drawing() as plt:
-        figure, panels = plt.subplots(1, len(lrs), figsize=(4.2 * len(lrs), 3.4), squeeze=False)
+def plot(path: Path, lrs: Sequence[float], curves: dict[tuple[float, str], list[Curve]]) -> str:
+    """What each rounding costs beside fp32 weights, a panel for each learning rate.
+
+    Returns:
+        The files, to print.
+    """
+    costs = {key: cost(runs, curves[key[0], "fp32"]) for key, runs in curves.items()}
+    lr = max(lrs, key=lambda lr: last(costs[lr, "nearest"]))
+    title = (
+        f"Rounding weights to the nearest bf16 costs {last(costs[lr, 'nearest']):.3f} nats "
+        f"at lr {lr:g}, exact rounding {last(costs[lr, 'exact']):.3f}"
+    )
+    subtitle = "Validation loss above that with fp32 weights, mean of the seeds"
+
+    def draw(plt: Any, theme: Theme) -> Any:
+        size = (max(10, 4.5 * len(lrs)), 4.8)
+        figure, panels = plt.subplots(1, len(lrs), figsize=size, sharey=True, squeeze=False)
+        figure.subplots_adjust(left=0.07, right=0.985, bottom=0.12, wspace=0.08)
+        figure.subplots_adjust(top=1 - (HEAD + 0.25) / size[1])
         for lr, axes in zip(lrs, panels[0]):
-            for rounding, colour in COLOURS.items():
-                runs = curves[lr, rounding]
-                points: Any = [
-                    (step, fmean(values))
-                    for step, *values in zip([s for s, _ in runs[0]], *map(_losses, runs))
-                ]
-                draw(axes, points[len(points) // 2 :], rounding, colour)
-            axes.set(title=f"lr {lr:g}", xlabel="Step")
-        panels[0, 0].set_ylabel("Validation loss")
-        panels[0, 0].legend(frameon=False, fontsize=9, handlelength=1)
-        figure.tight_layout()
-        save(figure, path)
+            axes.axhline(0, color=theme.text, linewidth=1.2, linestyle=(0, (4, 3)), label="fp32")
+            for rounding, hue in HUES.items():
+                color = getattr(theme, hue)
+                axes.plot(*zip(*costs[lr, rounding]), color=color, linewidth=2, label=rounding)
+            axes.set_title(f"lr {lr:g}", fontsize=11, loc="left")
+            axes.set(xlabel="Step", xlim=(0, None))
+            axes.grid(axis="y")
+        panels[0, 0].set_ylabel("Loss above fp32's (nats)")
+        add_head(figure, theme, title, subtitle, legend=panels[0, 0])
+        return figure
+
+    return save(path, draw)
 
 
-def _losses(curve: Curve) -> list[float]:
-    return [loss for _, loss in curve]
+def cost(runs: Sequence[Curve], baseline: Sequence[Curve]) -> Curve:
+    """Mean difference of the losses, seed by seed, in the second half of the steps."""
+    points = []
+    for at_step in zip(*runs, *baseline):
+        losses = [loss for _, loss in at_step]
+        mean = fmean(losses[: len(runs)]) - fmean(losses[len(runs) :])
+        points.append((at_step[0][0], mean))
+    return points[len(points) // 2 :]
 
 
 if __name__ == "__main__":

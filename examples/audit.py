@@ -1,17 +1,16 @@
-"""Is the run really Muon: trains the example under an audit, and draws what it found.
+"""Is the run really Muon: trains the example under an audit, and draws what it finds.
 
     python examples/audit.py --png runs/audit.png
     torchrun --standalone --nproc-per-node 2 examples/audit.py
 
-The model is in bf16, twice: with weights rounded to the nearest, and with exact residuals. What is
-found is printed. The picture has singular values of updates, how large updates are beside their
-weights, layer by layer, and how much of them rounding the weights took away.
+The model is in bf16, twice: with weights rounded to the nearest, and with exact residuals. The
+script prints both audits. Its picture shows the singular values of updates, how much a step changes
+weights, relative to them, and the share of an update that rounding the weights loses.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import fields
 from pathlib import Path
 from statistics import median
@@ -22,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from model import ModelConfig, Transformer
-from plots import GREY, drawing, save
+from plots import HEAD, Theme, add_head, save
 from ranks import launch, pick_device, rank
 from train import Batches, TrainConfig, load_kernel, lr_factor, shard
 
@@ -47,8 +46,9 @@ def audit_both(options: argparse.Namespace) -> None:
         if rank() == 0:
             print(f'weight_rounding="{rounding}"', reports[rounding], sep="\n", end="\n\n")
     if rank() == 0:
-        plot(options.png, reports, options.every)
-        print(options.png)
+        print(
+            plot(options.png, {name: each.steps for name, each in reports.items()}, options.every)
+        )
 
 
 def train(rounding: str, options: argparse.Namespace) -> Any:
@@ -73,47 +73,71 @@ def train(rounding: str, options: argparse.Namespace) -> Any:
     return audit.report()
 
 
-def plot(path: Path, reports: dict[str, Any], every: int) -> None:
-    """A column for each way to round, of which all have the same axes."""
-    with drawing() as plt:
-        size = (4.2 * len(reports), 7.5)
-        figure, grid = plt.subplots(3, len(reports), figsize=size, sharex=True, sharey="row")
-        for (rounding, report), column in zip(reports.items(), grid.T):
-            column[0].set_title(f'weight_rounding="{rounding}"', fontsize=11)
-            draw(column, report.steps, every, plt.get_cmap("viridis"))
-            column[2].set_xlabel("Step")
-        labels = ("Singular values\nof updates", "Change of weights,\nrelative", "Lost by rounding")
-        for axes, label in zip(grid[:, 0], labels):
-            axes.set_ylabel(label)
-        grid[1, 0].legend(frameon=False, fontsize=9, handlelength=1)
-        for axes in grid.flat:
-            axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-            axes.tick_params(length=0, labelcolor=GREY, labelsize=9)
-        figure.tight_layout()
-        save(figure, path)
+Step = dict[str, dict[str, Any]]  # what an audited step found, by name of the parameter
 
 
-def draw(column: Any, steps: list[dict[str, dict[str, Any]]], every: int, colours: Any) -> None:
-    layers = sorted({layer_of(name) for name in steps[0]})
-    for number, layer in enumerate(layers):
-        colour = colours(0.15 + 0.7 * number / max(1, len(layers) - 1))
-        of_layer = [
-            [row for name, row in rows.items() if layer_of(name) == layer] for rows in steps
-        ]
-        at = [every * step for step in range(len(steps))]
-        for axes, one, other in ((column[1], "change", "weight"), (column[2], "lost", "update")):
-            points = [median(ratio(row[one], row[other]) for row in rows) for rows in of_layer]
-            axes.plot(at, points, color=colour, label=layer)
-        for step, rows in zip(at, of_layer):
-            for low, tenth, middle, most, high in (row["sigma"] for row in rows if "sigma" in row):
-                column[0].plot([step, step], [low, high], color=colour, linewidth=0.5)
-                column[0].plot([step, step], [tenth, most], color=colour, linewidth=2)
-                column[0].plot(step, middle, ".", color="black", markersize=2)
+def plot(path: Path, runs: dict[str, list[Step]], every: int) -> str:
+    """Three panels; a curve for each way to round, of medians over matrices.
+
+    Returns:
+        The files, to print.
+    """
+    lost = {name: median_ratio(steps[-1], "lost", "update") for name, steps in runs.items()}
+    title = (
+        f"Rounding weights to the nearest bf16 loses {lost['nearest']:.0%} of the last update, "
+        f"exact rounding {lost['exact']:.0%}"
+    )
+    subtitle = (
+        "Medians over matrices. Bands: the middle 80% of singular values, and all of them (pale)"
+    )
+
+    def draw(plt: Any, theme: Theme) -> Any:
+        figure, panels = plt.subplots(1, 3, figsize=(12, 4.6))
+        figure.subplots_adjust(left=0.04, right=0.985, bottom=0.12, top=1 - (HEAD + 0.25) / 4.6)
+        figure.subplots_adjust(wspace=0.2)
+        draw_singular_values(panels[0], theme, [*runs.values()], every)
+        styles = ((theme.orange, 3.5), (theme.blue, 1.5))  # where curves coincide, both show
+        for (rounding, steps), (color, width) in zip(runs.items(), styles):
+            at = [every * step for step in range(len(steps))]
+            style = {"color": color, "linewidth": width, "label": f'weight_rounding="{rounding}"'}
+            for axes, one, other in zip(panels[1:], ("change", "lost"), ("weight", "update")):
+                shares = [median_ratio(rows, one, other) for rows in steps]
+                axes.plot(at, shares, clip_on=False, **style)
+        titles = ("Singular values of updates", "Change of weights", "Update lost by rounding")
+        for axes, name in zip(panels, titles):
+            axes.set_title(name, fontsize=11, loc="left")
+            axes.set(xlabel="Step", xlim=(0, None), ylim=(0, None))
+            axes.grid(axis="y")
+        panels[1].yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        panels[2].yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        add_head(figure, theme, title, subtitle, legend=panels[1])
+        return figure
+
+    return save(path, draw)
 
 
-def layer_of(name: str) -> str:
-    found = re.search(r"\d+", name)
-    return f"layer {found[0]}" if found else name
+def draw_singular_values(axes: Any, theme: Theme, runs: list[list[Step]], every: int) -> None:
+    """Bands over steps. A step measures few matrices, so a band covers the last round of all."""
+    measured = [
+        [(name, row["sigma"]) for rows in both for name, row in rows.items() if "sigma" in row]
+        for both in zip(*runs)
+    ]
+    round_of_all = len({name for of_step in measured for name, _ in of_step})
+    bands = []
+    for stop in range(1, len(measured) + 1):
+        latest = measured[max(0, stop - round_of_all) : stop]
+        sigmas = [sigma for of_step in latest for _, sigma in of_step]
+        low, tenth, middle, ninetieth, high = zip(*sigmas)
+        bands.append((min(low), median(tenth), median(middle), median(ninetieth), max(high)))
+    low, tenth, middle, ninetieth, high = zip(*bands)
+    at = [every * step for step in range(len(bands))]
+    axes.fill_between(at, low, high, color=theme.teal, alpha=0.15, lw=0)
+    axes.fill_between(at, tenth, ninetieth, color=theme.teal, alpha=0.4, lw=0)
+    axes.plot(at, middle, color=theme.teal, linewidth=2)
+
+
+def median_ratio(rows: Step, one: str, other: str) -> float:
+    return median(ratio(row[one], row[other]) for row in rows.values())
 
 
 def ratio(one: float, other: float) -> float:

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/compare.py
 
 Both optimizers have one learning rate for the matrices that Muon trains and another for the rest.
-Seed 0 chooses each optimizer's pair from the same grid, other seeds compare. All runs share one
-launch, because starting the processes takes nearly as long as a run.
+Seed 0 chooses each optimizer's pair from the same grid; other seeds compare. ``--rates`` skips the
+search. All runs share one launch, because starting the processes takes nearly as long as a run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from grid_search import Rates, best_of, grid_search, is_at_edge
-from history import COLOURS, History, plot
+from history import HUES, History, mean_curve, plot, reaches
 from ranks import launch, rank, world_size
 from train import TrainConfig, option, parse_config, train
 
@@ -29,7 +29,10 @@ class CompareConfig:
     seeds: int = option(3, "seeds of the comparison, beside the one that chooses the rates")
     eval_every: int = option(20, "updates between validations")
     experts: int = option(0, "experts per layer; 0 is a dense model")
-    out: str = option("runs", "folder for compare.png and the logs")
+    rates: str = option(
+        "", "AdamW's pair, then Muon's, to use without a search: 0.008,0.064,0.016,0.064"
+    )
+    out: str = option("runs", "folder for compare-light.png, compare-dark.png and the logs")
     quick: bool = option(
         False, "20 steps, one pair of rates and one seed, only to see that everything runs"
     )
@@ -43,13 +46,31 @@ def main() -> None:
     warm_up_process(config)
 
     runs = Runs(config)
-    grids, finals = {}, {}
-    for name in COLOURS:
-        grids[name] = grid_search(partial(runs.loss_at, name), matrices, rest)
-        best = best_of(grids[name])
-        finals[name] = [runs.train(name, best, seed) for seed in range(1, config.seeds + 1)]
+    grids: dict[str, dict[Rates, float]] = {}
+    best = rates_of(config)
+    if not best:
+        for name in HUES:
+            grids[name] = grid_search(partial(runs.loss_at, name), matrices, rest)
+            best[name] = best_of(grids[name])
+    finals: dict[str, list[History]] = {name: [] for name in HUES}
+    for seed in range(1, config.seeds + 1):
+        for name in HUES:  # in turns: a busy moment of the machine slows both
+            finals[name].append(runs.train(name, best[name], seed))
     if rank() == 0:
-        report(config, grids, finals)
+        for name, grid in grids.items():
+            show_grid(name, grid)
+        report(config, best, finals)
+
+
+def rates_of(config: CompareConfig) -> dict[str, Rates]:
+    """What ``--rates`` gives each optimizer; nothing without it."""
+    if not config.rates:
+        return {}
+    try:
+        adamw, adamw_rest, muon, muon_rest = map(float, config.rates.split(","))
+    except ValueError as error:
+        raise SystemExit(f"--rates {config.rates!r} must be four numbers with commas") from error
+    return {"AdamW": (adamw, adamw_rest), "Muon": (muon, muon_rest)}
 
 
 class Runs:
@@ -90,20 +111,15 @@ def warm_up_process(config: CompareConfig) -> None:
         train(replace(train_config(config), optimizer=optimizer, stop_after=2), quiet=True)
 
 
-def report(
-    config: CompareConfig, grids: dict[str, dict[Rates, float]], finals: dict[str, list[History]]
-) -> None:
+def report(config: CompareConfig, best: dict[str, Rates], finals: dict[str, list[History]]) -> None:
     out = Path(config.out)
-    best = {name: best_of(grid) for name, grid in grids.items()}
     gaps = [a.final_val_loss - m.final_val_loss for a, m in zip(*finals.values())]
-    plot(
+    files = plot(
         out / "compare.png",
-        f"After {config.steps} steps Muon's loss is {difference(fmean(gaps))} AdamW's",
+        finding(finals),
         f"Validation loss, mean of {config.seeds} seeds; bands from lowest to highest",
         {f"{name} (lr {best[name][0]:g}, rest {best[name][1]:g})": finals[name] for name in finals},
     )
-    for name, grid in grids.items():
-        show_grid(name, grid)
     print(f"\nValidation loss (nats per byte) after {config.steps} steps, ranks: {world_size()}\n")
     by_seed = f"{'other seeds':<{8 * len(gaps)}}"
     print(f"{'':<6} {'lr, rest':>13}   {'mean ± std':<15} {by_seed} {'seconds':>8} {'tokens/s':>9}")
@@ -111,7 +127,16 @@ def report(
         rates = ", ".join(f"{rate:g}" for rate in best[name])
         print(f"{name:<6} {rates:>13}   {summary_line(histories)}")
     print(f"\nMuon's loss is {difference(fmean(gaps))} AdamW's; least by any seed: {min(gaps):.3f}")
-    print(f"plot: {out / 'compare.png'}\nlogs: {out / 'compare'}/*/log.csv")
+    print(f"plot: {files}\nlogs: {out / 'compare'}/*/log.csv")
+
+
+def finding(finals: dict[str, list[History]]) -> str:
+    """The plot's title."""
+    adamw, muon = (mean_curve(finals[name], "step") for name in ("AdamW", "Muon"))
+    steps, goal = adamw[-1]
+    if (reached := reaches(muon, goal)) < steps:
+        return f"Muon reaches AdamW's last loss in {reached / steps:.0%} of the steps"
+    return f"After {steps:g} steps Muon's loss is {difference(goal - muon[-1][1])} AdamW's"
 
 
 def show_grid(name: str, grid: dict[Rates, float]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from plots import GREY, drawing, save
+from plots import HEAD, Theme, add_head, save
 
 
 @dataclass(frozen=True)
@@ -88,96 +89,127 @@ def _parse(row: dict[str, str]) -> Row:
     )
 
 
-COLOURS = {"AdamW": "#c2410c", "Muon": "#1d4ed8"}  # by the first word of a curve's name
+HUES = {"AdamW": "orange", "Muon": "blue"}  # by the first word of a curve's name
+
+Curve = list[tuple[float, float]]  # (step or seconds, loss)
 
 
-def plot(path: Path, title: str, subtitle: str, runs: dict[str, list[History]]) -> None:
+def mean_curve(histories: Sequence[History], x: str) -> Curve:
+    """Validation loss against ``"step"`` or ``"seconds"``, mean of the histories."""
+    at_same_step = zip(*(history.validations for history in histories))
+    return [
+        (fmean(getattr(row, x) for row, _ in points), fmean(loss for _, loss in points))
+        for points in at_same_step
+    ]
+
+
+def reaches(curve: Sequence[tuple[float, float]], goal: float) -> float:
+    """Where a curve comes down to a loss, on a straight line between its points; inf: never."""
+    for before, (x, loss) in zip([None, *curve], curve):
+        if loss <= goal:
+            return x if before is None else x - (x - before[0]) * (goal - loss) / (before[1] - loss)
+    return math.inf
+
+
+def plot(path: Path, title: str, subtitle: str, runs: dict[str, list[History]]) -> str:
     """Loss against steps and against time, a curve for each name: the mean of its histories.
 
     The band reaches from the lowest to the highest history. A name with a single history also
-    shows its training loss.
+    shows its training loss. Of two names, the better one is marked where it reaches the last loss
+    of the other.
+
+    Returns:
+        The files, to print.
     """
-    with drawing() as plt:
-        figure, panels = plt.subplots(1, 2, figsize=(11, 4.8), sharey=True)
-        figure.subplots_adjust(left=0.06, right=0.95, bottom=0.12, top=0.83, wspace=0.14)
+
+    def draw(plt: Any, theme: Theme) -> Any:
+        figure, panels = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+        figure.subplots_adjust(left=0.06, right=0.985, bottom=0.11, top=1 - HEAD / 5, wspace=0.1)
         for axes, x, label in zip(panels, ("step", "seconds"), ("Step", "Training time (s)")):
             for name, histories in runs.items():
-                _draw(axes, name, histories, x)
+                _draw(axes, theme, name, histories, x)
+            if len(runs) == 2:
+                of_what = "steps" if x == "step" else "time"
+                _mark(axes, theme, [mean_curve(each, x) for each in runs.values()], of_what)
             axes.set_xlabel(label)
             axes.set_xlim(left=0)
-            axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-            axes.tick_params(length=0, labelleft=True)
+            axes.grid(axis="y")
+            axes.tick_params(labelleft=True)
         panels[0].set_ylabel("Loss (nats per byte)")
-        if len(runs) > 1:
-            panels[0].legend(frameon=False, loc="upper right")
-        figure.text(0.06, 0.94, title, fontsize=14, fontweight="bold")
-        figure.text(0.06, 0.88, subtitle, color=GREY)
-        save(figure, path)
+        add_head(figure, theme, title, subtitle, legend=panels[0])
+        return figure
+
+    return save(path, draw)
 
 
-def _draw(axes: Any, name: str, histories: list[History], x: str) -> None:
-    colour = COLOURS.get(name.split()[0], GREY)
+def _draw(axes: Any, theme: Theme, name: str, histories: list[History], x: str) -> None:
+    color = getattr(theme, HUES.get(name.split()[0], "muted"))
     if len(histories) == 1:
         rows = histories[0].rows
         train = [row.train_loss for row in rows]
-        axes.plot([getattr(row, x) for row in rows], train, color=colour, alpha=0.3, linewidth=1)
-    at_same_step = list(zip(*(history.validations for history in histories)))
-    xs = [fmean(getattr(row, x) for row, _ in points) for points in at_same_step]
-    losses = [[loss for _, loss in points] for points in at_same_step]
-    axes.plot(xs, [fmean(ys) for ys in losses], color=colour, linewidth=2, label=name)
-    axes.fill_between(
-        xs, [min(ys) for ys in losses], [max(ys) for ys in losses], color=colour, alpha=0.2, lw=0
-    )
-    _label(axes, f"{fmean(losses[-1]):.2f}", (xs[-1], fmean(losses[-1])), colour)
+        axes.plot([getattr(row, x) for row in rows], train, color=color, alpha=0.3, linewidth=1)
+    curve = mean_curve(histories, x)
+    xs = [at for at, _ in curve]
+    losses = list(zip(*([loss for _, loss in history.validations] for history in histories)))
+    axes.plot(*zip(*curve), color=color, linewidth=2, label=f"{name}: {curve[-1][1]:.2f}")
+    axes.fill_between(xs, [*map(min, losses)], [*map(max, losses)], color=color, alpha=0.2, lw=0)
 
 
-def _label(axes: Any, text: str, point: Sequence[float], colour: str) -> None:
-    """At the end of a curve, outside of the axes."""
+def _mark(axes: Any, theme: Theme, curves: Sequence[Curve], of_what: str) -> None:
+    """Where the better curve reaches the last loss of the other.
+
+    The words stand below and left of that point, where a falling curve has not been.
+    """
+    better, other = sorted(curves, key=lambda curve: curve[-1][1])
+    end, goal = other[-1]
+    at = reaches(better, goal)
+    dotted = {"color": theme.muted, "linewidth": 1, "linestyle": (0, (1, 2))}
+    axes.plot([at, end], [goal, goal], **dotted)
+    axes.plot([at], [goal], "o", color=theme.text, markersize=5)
     axes.annotate(
-        text,
-        point,
-        xytext=(6, 0),
+        f"the same loss in\n{at / end:.0%} of the {of_what}",
+        (at, goal),
+        xytext=(-8, -6),
         textcoords="offset points",
-        va="center",
-        color=colour,
-        fontweight="bold",
-        annotation_clip=False,
+        ha="right",
+        va="top",
+        bbox={"facecolor": theme.background, "linewidth": 0, "pad": 1},
     )
 
 
-def plot_logits(path: Path, threshold: float, clipped: History, unclipped: History) -> None:
-    """Largest attention logit after every step, and before it (pale), with QK-Clip and without."""
-    with drawing() as plt:
-        figure, axes = plt.subplots(figsize=(8, 4.8))
-        figure.subplots_adjust(left=0.08, right=0.86, bottom=0.12, top=0.82)
-        axes.axhline(threshold, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(
-            f"threshold {threshold:g}",
-            (0, threshold),
-            xytext=(6, 4),
-            textcoords="offset points",
-            color=GREY,
-        )
-        runs = {"without\nQK-Clip": (unclipped, "#c2410c"), "with\nQK-Clip": (clipped, "#1d4ed8")}
-        for name, (history, colour) in runs.items():
+def plot_logits(path: Path, threshold: float, clipped: History, unclipped: History) -> str:
+    """Largest attention logit after every step, and before it (pale), with QK-Clip and without.
+
+    Returns:
+        The files, to print.
+    """
+    ratios = [history.largest_logits[0] / threshold for history in (clipped, unclipped)]
+    losses = [f"{history.final_val_loss:.3f}" for history in (clipped, unclipped)]
+    title = (
+        f"With QK-Clip, logits reach {ratios[0]:.2f} × the threshold; without it, {ratios[1]:.1f} ×"
+    )
+    subtitle = (
+        f"After each step (pale: in its forward). Validation loss {losses[0]}, without {losses[1]}"
+    )
+
+    def draw(plt: Any, theme: Theme) -> Any:
+        figure, axes = plt.subplots(figsize=(9, 4.8))
+        figure.subplots_adjust(left=0.08, right=0.97, bottom=0.12, top=1 - HEAD / 4.8)
+        runs = {
+            "without QK-Clip": (unclipped, theme.orange),
+            "with QK-Clip": (clipped, theme.blue),
+        }
+        for name, (history, color) in runs.items():
             seen = [(r.step, r.seen_logit) for r in history.rows if r.seen_logit is not None]
             points = [(r.step, r.max_logit) for r in history.rows if r.max_logit is not None]
-            axes.plot(*zip(*seen), color=colour, linewidth=1, alpha=0.25)
-            axes.plot(*zip(*points), color=colour, linewidth=1.5)
-            _label(axes, name, points[-1], colour)
-        axes.set_xlabel("Step")
-        axes.set_ylabel("Largest attention logit")
-        axes.set_xlim(0, unclipped.last.step)
+            axes.plot(*zip(*seen), color=color, linewidth=1, alpha=0.3)
+            axes.plot(*zip(*points), color=color, linewidth=1.3, label=name)
+        dashed = {"color": theme.text, "linewidth": 1.2, "linestyle": (0, (4, 3))}
+        axes.axhline(threshold, **dashed, label=f"threshold: {threshold:g}")
+        axes.set(xlabel="Step", ylabel="Largest attention logit", xlim=(0, unclipped.last.step))
         axes.set_ylim(bottom=0)
-        axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-        axes.tick_params(length=0)
-        ratios = [history.largest_logits[0] / threshold for history in (clipped, unclipped)]
-        title = "With QK-Clip logits reach {:.2f} × the threshold, without it {:.1f} ×"
-        losses = [f"{history.final_val_loss:.3f}" for history in (clipped, unclipped)]
-        subtitle = (
-            f"After each step (pale: in its forward). Validation loss {losses[0]}, "
-            f"without {losses[1]}"
-        )
-        figure.text(0.08, 0.93, title.format(*ratios), fontsize=13, fontweight="bold")
-        figure.text(0.08, 0.87, subtitle, color=GREY)
-        save(figure, path)
+        axes.grid(axis="y")
+        add_head(figure, theme, title, subtitle, legend=axes)
+        return figure
+
+    return save(path, draw)

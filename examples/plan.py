@@ -274,8 +274,8 @@ def picture(
     )
     models = ", ".join(dict.fromkeys(model for model, _ in tables))
     ranks = ", ".join(f"{number:,}" for number in dict.fromkeys(number for _, number in tables))
-    draw(path, f"A step of {models} on {ranks} ranks", subtitle, timelines)
-    print(f"timeline: {path}")
+    files = draw(path, f"A step of {models} on {ranks} ranks", subtitle, timelines)
+    print(f"timeline: {files}")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from model import ModelConfig, Transformer
-from plots import GREY, drawing, label_rows, save
+from plots import Theme, add_head, label_rows, save
 from ranks import launch, pick_device, rank, world_size
 from train import load_kernel, local
 
@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     spans: list[list[Span]] = [[] for _ in range(world_size())]
     dist.all_gather_object(spans, list(spans_of(events, device)))
     if rank() == 0:
-        draw(spans, arguments.png, f"{device.type}, torch {torch.__version__}")
-        print(f"{arguments.png}; traces in {arguments.out}, for https://ui.perfetto.dev")
+        files = draw(spans, arguments.png, f"{device.type}, torch {torch.__version__}")
+        print(f"{files}; traces in {arguments.out}, for https://ui.perfetto.dev")
 
 
 def sharded_model(dim: int, layers: int, device: torch.device) -> Transformer:
@@ -162,46 +162,70 @@ ROWS = (
     "scatter",
     "update weights",
 )
-CHUNKS = ("#1d4ed8", "#c2410c", "#0f766e", "#a16207", "#be185d", "#4d7c0f", "#6d28d9", "#0e7490")
 
 
-def draw(ranks: list[list[Span]], path: Path, machine: str) -> None:
-    """A panel for each rank; a colour for each chunk, whose number stands in its longest bars."""
+def draw(ranks: list[list[Span]], path: Path, machine: str) -> str:
+    """A panel for each rank; a color for each chunk, whose number stands in its longest bars.
+
+    Returns:
+        The files, to print.
+    """
     stop = max(span.stop for spans in ranks for span in spans)
     height = 2.3 * len(ranks) + 1.3
-    with drawing() as plt:
+    subtitle = f"FSDP2 on {len(ranks)} ranks, a color for each chunk of matrices; {machine}"
+
+    def figure_of(plt: Any, theme: Theme) -> Any:
         figure, panels = plt.subplots(
             len(ranks), 1, figsize=(11, height), sharex=True, squeeze=False
         )
         figure.subplots_adjust(
-            left=0.13, right=0.97, bottom=0.55 / height, top=1 - 1.05 / height, hspace=0.3
+            left=0.13, right=0.97, bottom=0.55 / height, top=1 - 1.15 / height, hspace=0.3
         )
         for number, (axes, spans) in enumerate(zip(panels[:, 0], ranks)):
-            draw_rank(axes, spans, stop)
-            axes.set_title(f"rank {number}", loc="left", fontsize=11, color=GREY)
+            draw_rank(axes, theme, spans, stop)
+            axes.set_title(f"rank {number}", loc="left", fontsize=11)
         panels[-1, 0].set_xlabel("Milliseconds since the step began")
         panels[-1, 0].set_xlim(0, stop)
-        figure.text(0.02, 1 - 0.35 / height, "One step, as traced", fontsize=14, fontweight="bold")
-        told = f"FSDP2 on {len(ranks)} ranks, a colour for each chunk of matrices; {machine}"
-        figure.text(0.02, 1 - 0.63 / height, told, color=GREY)
-        save(figure, path)
+        add_head(figure, theme, finding(ranks, stop), subtitle)
+        return figure
+
+    return save(path, figure_of)
 
 
-def draw_rank(axes: Any, spans: list[Span], stop: float) -> None:
+def finding(ranks: list[list[Span]], stop: float) -> str:
+    """The picture's title: how much of the step ranks compute, and how much traffic that hides."""
+    computing = moving = hidden = 0.0
+    for spans in ranks:
+        work = [span for span in spans if span.row == "orthogonalize"]
+        computing += sum(span.stop - span.start for span in work)
+        for span in spans:
+            if span.row in ("gather", "scatter"):
+                moving += span.stop - span.start
+                hidden += sum(
+                    max(0.0, min(span.stop, each.stop) - max(span.start, each.start))
+                    for each in work
+                )
+    title = f"Ranks orthogonalize for {computing / len(ranks) / stop:.0%} of the step"
+    return f"{title}, which hides {hidden / moving:.0%} of the transfer time" if moving else title
+
+
+def draw_rank(axes: Any, theme: Theme, spans: list[Span], stop: float) -> None:
     for span in spans:
-        colour = CHUNKS[span.chunk % len(CHUNKS)] if span.chunk >= 0 else GREY
-        # Transfers of neighbours may overlap: they share a row by halves.
+        color = theme.hues[span.chunk % len(theme.hues)] if span.chunk >= 0 else theme.muted
+        # Transfers of neighbors may overlap: they share a row by halves.
         is_transfer = span.row in ("gather", "scatter")
         row = ROWS.index(span.row) - 0.4 + (0.4 * (span.chunk % 2) if is_transfer else 0)
         axes.broken_barh(
             [(span.start, span.stop - span.start)],
             (row, 0.4 if is_transfer else 0.8),
-            color=colour,
+            color=color,
             linewidth=0.5,  # never too thin to be seen
         )
         if span.row == "orthogonalize" and span.stop - span.start > 0.015 * stop:
             middle = (span.start + span.stop) / 2
-            axes.text(middle, row + 0.42, span.chunk, color="white", ha="center", va="center")
+            axes.text(
+                middle, row + 0.42, span.chunk, color=theme.background, ha="center", va="center"
+            )
     label_rows(axes, ROWS)
 
 

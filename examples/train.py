@@ -87,12 +87,14 @@ class TrainConfig:
     )
     qk_clip: float = option(
         0.0,
-        "largest attention logit that QK-Clip allows; trains once more without it, for logits.png; "
+        "largest attention logit that QK-Clip allows; trains once more without it, to draw both; "
         "0 is off",
     )
     balance_weight: float = option(0.01, "weight of the experts' load-balancing loss")
 
-    out: str = option("runs/train", "folder for log.csv and loss.png; empty writes nothing")
+    out: str = option(
+        "runs/train", "folder for log.csv and plots of the loss; empty writes nothing"
+    )
     checkpoint_dir: str = option("", "folder for checkpoints; empty saves none")
     save_every: int = option(100, "updates between checkpoints; the end is always saved")
     resume: bool = option(False, "continue from the newest checkpoint in --checkpoint-dir")
@@ -499,22 +501,21 @@ def report(config: TrainConfig, history: History) -> None:
     if config.out and not history.validations:
         print(f"log: {Path(config.out, 'log.csv')}; no plot before the first validation")
     elif config.out:
-        picture = Path(config.out, "loss.png")
-        subtitle = f"Validation loss, and training loss (pale); {rates}"
-        plot(picture, f"{name}, ranks: {world_size()}", subtitle, {name: [history]})
-        print(f"plot: {picture}\nlog: {Path(config.out, 'log.csv')}")
+        title = f"{name} reaches a loss of {history.final_val_loss:.2f} in {last.step} steps"
+        subtitle = f"Validation loss, and training loss (pale); {rates}; ranks: {world_size()}"
+        files = plot(Path(config.out, "loss.png"), title, subtitle, {name: [history]})
+        print(f"plot: {files}\nlog: {Path(config.out, 'log.csv')}")
 
 
 def report_logits(config: TrainConfig, clipped: History, unclipped: History) -> None:
-    picture = Path(config.out, "logits.png")
-    plot_logits(picture, config.qk_clip, clipped, unclipped)
+    files = plot_logits(Path(config.out, "logits.png"), config.qk_clip, clipped, unclipped)
     for name, history in (("with QK-Clip", clipped), ("without", unclipped)):
         after, before = (largest / config.qk_clip for largest in history.largest_logits)
         print(
             f"{name}: logits up to {after:.2f} × the threshold after a step ({before:.2f} × before "
             f"it, in a new batch); validation loss {history.final_val_loss:.4f}"
         )
-    print(f"plot: {picture}\nlog: {Path(without_clip(config).out, 'log.csv')}")
+    print(f"plot: {files}\nlog: {Path(without_clip(config).out, 'log.csv')}")
 
 
 if __name__ == "__main__":

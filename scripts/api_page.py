@@ -43,8 +43,8 @@ SECTIONS = {
     "Orthogonalization": "newton_schulz.newton_schulz newton_schulz.default_dtype",
     "Presets and recipes": "presets MuonAdamW DistMuonAdamW recipes",
 }
-LABELS = {f"{label}:" for label in ("Args", "Attributes", "Raises", "Returns", "Example")}
 LISTS = ("Args:", "Attributes:", "Raises:")
+LABELS = (*LISTS, "Returns:", "Example:")
 
 
 def entries(names: str) -> dict[str, Any]:
@@ -52,6 +52,7 @@ def entries(names: str) -> dict[str, Any]:
     found = {}
     for name in names.split():
         title = name.removeprefix("extras.").removesuffix(":").replace(":", ".")
+        title = title.removeprefix("audit.") if title.count(".") > 1 else title
         path = f"optimizer.{name}" if ":" in name else f"optimizer:{name}"
         found[title] = value = pkgutil.resolve_name(path)
         if inspect.ismodule(value) and ":" not in name:

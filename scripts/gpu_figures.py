@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from gpu_sections import CHECKOUT, Aim
 
 sys.path.append(str(CHECKOUT / "examples"))
-from plots import drawing, label_rows, save
+from plots import Theme, label_rows, save
 
 FAKE = "Made without a device: no figure below says anything about one."
-COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#dc2626", "#7c3aed", "#4b5563")
 
 Record = Mapping[str, Any]  # a row, by column
+Dots = dict[str, dict[str, float]]  # by row of dots, and by series
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Panel:
     series: str | None
     columns: Sequence[str]
 
-    def dots(self, tables: Sequence[Table]) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
+    def dots(self, tables: Sequence[Table]) -> Dots:
+        found: Dots = {}
         for table in (table for table in tables if table.title.startswith(self.table)):
             for record in table.records():
                 name = ", ".join(str(record[c]).removesuffix(".0") for c in self.row)
@@ -124,9 +125,11 @@ class Panel:
         return found
 
 
-PICTURES = {
-    "times.png": (
+# By name: the unit, whether its least or its largest value is best, and panels.
+PICTURES: dict[str, tuple[str, Callable[..., str], list[Panel]]] = {
+    "times": (
         "least ms",
+        min,
         [
             Panel("One step", (), "optimizer", ["least ms"]),
             Panel("One step", (), "offload", ["least ms"]),
@@ -139,8 +142,9 @@ PICTURES = {
             ),
         ],
     ),
-    "rates.png": (
+    "rates": (
         "TFLOP/s; of traffic, GB/s",
+        max,
         [
             Panel(
                 "Symmetric products by halves, torch.float16",
@@ -155,38 +159,55 @@ PICTURES = {
 }
 
 
+def files_of(name: str) -> list[str]:
+    """Of a picture, in the light and in the dark theme."""
+    return [f"{name}-{theme}.png" for theme in ("light", "dark")]
+
+
 def draw(tables: Sequence[Table], folder: Path, fake: bool) -> None:
-    for name, (unit, panels) in PICTURES.items():
+    for name, (unit, best, panels) in PICTURES.items():
         drawn = []
         for panel in panels:
             fitting = [table for table in tables if panel.series in (None, *table.columns)]
             if dots := panel.dots(fitting):
-                drawn.append((panel.table, dots))
+                drawn.append((finding(panel.table, dots, best), dots))
         if drawn:
-            draw_dots(drawn, unit, folder / name, fake)
+            draw_dots(drawn, unit, folder / f"{name}.png", fake)
 
 
-def draw_dots(
-    panels: Sequence[tuple[str, dict[str, dict[str, float]]]], unit: str, path: Path, fake: bool
-) -> None:
+def finding(table: str, dots: Dots, best: Callable[..., str]) -> str:
+    """A panel's title: which series is best, and in how many of the rows that compare any."""
+    winners = [best(row, key=row.__getitem__) for row in dots.values() if len(row) > 1]
+    if not winners:
+        return table
+    winner = mode(winners)
+    name = winner.removesuffix(", effective TFLOP/s")
+    return f"{table}: {name} is best in {winners.count(winner)} of {len(winners)}"
+
+
+def draw_dots(panels: Sequence[tuple[str, Dots]], unit: str, path: Path, fake: bool) -> None:
     heights = [len(dots) + 3 for _, dots in panels]
-    with drawing() as plt:
+
+    def figure_of(plt: Any, theme: Theme) -> Any:
         size = (10, 0.3 * sum(heights) + 1)
         figure, grid = plt.subplots(len(panels), figsize=size, height_ratios=heights, squeeze=False)
         for axes, (title, dots) in zip(grid[:, 0], panels):
             series = dict.fromkeys(name for row in dots.values() for name in row)
-            for colour, name in zip(COLOURS, series):
+            for color, name in zip(theme.hues, series):
                 points = [(row[name], at) for at, row in enumerate(dots.values()) if name in row]
-                axes.plot(*zip(*points), "o", color=colour, label=name)
+                axes.plot(*zip(*points), "o", color=color, label=name)
             label_rows(axes, list(dots))
             powers = [math.log10(value) for row in dots.values() for value in row.values()]
             decades = 10.0 ** math.floor(min(powers)), 10.0 ** math.ceil(max(powers))
-            axes.set(xscale="log", xlim=decades, title=title)
+            axes.set(xscale="log", xlim=decades)
+            axes.set_title(title, loc="left", fontsize=11)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
-            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         grid[-1, 0].set_xlabel(unit)
         if fake:
-            figure.suptitle(FAKE, color="#dc2626")
+            figure.suptitle(FAKE, color=theme.red)
         figure.tight_layout()
-        save(figure, path)
+        return figure
+
+    save(path, figure_of)

@@ -49,7 +49,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from gpu_figures import FAKE, PICTURES, Table, draw, judge, lines_of
+from gpu_figures import FAKE, PICTURES, Table, draw, files_of, judge, lines_of
 from gpu_sections import AIMS, CHECKOUT, SECTIONS, Machine, Section
 
 SLOW = 6  # times as long may all take with --full, or on a CPU with --fake
@@ -273,8 +273,12 @@ def report(results: Sequence[Result], about: Sequence[str], options: argparse.Na
     parts += ["\n".join(f"- {line}" for line in about)]
     parts += ["## Sections", lines_of([head, *ends])]
     parts += ["## Aims", lines_of([aims, *judged])]
-    pictures = [name for name in PICTURES if (CHECKOUT / options.out / name).exists()]
-    parts += [f"![{name[:-4]}]({name})" for name in pictures]
+    for name in PICTURES:
+        light, dark = files_of(name)
+        if (CHECKOUT / options.out / light).exists():
+            media = "(prefers-color-scheme: dark)"
+            source = f'<source media="{media}" srcset="{dark}">'
+            parts.append(f'<picture>{source}<img alt="{name}" src="{light}"></picture>')
     for result in results:
         parts.append(f"## {result.section.name}: {result.section.what}")
         if result.lines:
@@ -315,8 +319,9 @@ def copy(folder: Path, to: Path) -> None:
             for file in wanted:
                 tar.add(file, file.name)
         part.rename(to / name)
+    pictures = [name for picture in PICTURES for name in files_of(picture)]
     for file in files:
-        if file.name in ("report.md", "tables.json", *PICTURES):
+        if file.name in ("report.md", "tables.json", *pictures):
             shutil.copyfile(file, to / file.name)
 
 

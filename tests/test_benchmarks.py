@@ -201,7 +201,7 @@ def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
     seeds = [json.loads(line)["settings"].get("seed") for line in runs.splitlines()]
     assert seeds[:6] == [0, 1, 2] * 2, "one seed chooses the rates, others compare"
     assert [len(rows_of(printed, f"{how} ")) for how in training.ADJUST_LR] == [1, 1, 1]
-    assert picture.stat().st_size
+    assert all(picture.with_stem(f"training-{theme}").stat().st_size for theme in ("light", "dark"))
     training.main(options)
     assert capsys.readouterr().out == printed and out.read_text() == runs
 

@@ -24,6 +24,7 @@ DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")]
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PICTURE = re.compile(r"\b(?:src|srcset)=\"([^\"]+)\"")
 PATH = re.compile(r"`((?:benchmarks|docs|examples|scripts|tests|torch-ext)/[\w./-]+)")
 TEST = re.compile(r"`(?:tests/)?(test_\w+\.py)")
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -42,7 +43,7 @@ def anchors(document: Path) -> set[str]:
 @each_document
 def test_links_lead_somewhere(document):
     text = document.read_text()
-    for link in LINK.findall(text):
+    for link in [*LINK.findall(text), *PICTURE.findall(text)]:
         path, _, anchor = link.partition("#")
         if not path.startswith("http"):
             target = (document.parent / path).resolve() if path else document

@@ -416,6 +416,15 @@ def test_auto_compares_the_flops_that_are_saved_with_the_bytes_that_are_sent(rep
     assert found == {True, False} or replicas * shards < 9
 
 
+@pytest.mark.parametrize(("ranks", "shared"), [((0, 1), True), ((0, 32), False), ((7, 8), False)])
+def test_auto_expects_a_slower_link_between_hosts(ranks, shared):
+    """Whole matrices on two ranks. Sharing saves 4,096 FLOPs for each byte that a rank sends, which
+    lies between the thresholds within a host of eight ranks (1,200) and between hosts (12,000)."""
+    sharding = Sharding((2,), ranks, (None,))
+    entries = entries_of([(512, 2048)] * 64, sharding, device=CUDA)
+    assert shares(entries) == {shared}
+
+
 @pytest.mark.parametrize("choice", ["spread", "redundant"])
 def test_a_choice_is_for_whatever_has_replicas(choice):
     of_kinds = [replicated(2, 4), sharded(8), None]

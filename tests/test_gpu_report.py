@@ -37,8 +37,9 @@ def test_every_section_is_reached_and_reported_without_a_device(tmp_path):
     assert set(results.values()) == {"result", "passed"}
     assert all(aim.what in report for aim in AIMS)
     assert " met |" not in report  # nor missed: no figure says anything
-    for picture in ("times.png", "rates.png"):
-        assert f"({picture})" in report and (tmp_path / picture).stat().st_size
+    for name in ("times", "rates"):
+        for picture in (f"{name}-light.png", f"{name}-dark.png"):
+            assert f'"{picture}"' in report and (tmp_path / picture).stat().st_size
 
 
 # Appends a line to the tables.

@@ -329,7 +329,9 @@ def test_the_script_prints_layouts_side_by_side_and_draws_them(tmp_path):
     layouts = ["--layout", "fsdp", "--layout", "hsdp:*x8:spread"]
     printed = run("--ranks", 16, *layouts, "--owners", "--png", picture).stdout
     texts = ("mine on 16 ranks", "fsdp", "hsdp:2x8:spread", "layers.*.mlp.up_proj", report.LEGEND)
-    assert all(text in printed for text in texts) and picture.stat().st_size > 10_000
+    assert all(text in printed for text in texts)
+    for theme in ("light", "dark"):
+        assert picture.with_stem(f"plan-{theme}").stat().st_size > 10_000
     options = ("--ranks", 8, "--ranks", 16, "--layout", "ddp", "--markdown")
     printed = run(*options).stdout
     assert [line.count("|") for line in printed.splitlines()] == [15] * 4

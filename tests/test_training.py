@@ -60,6 +60,11 @@ def losses(folder: Path) -> list[list[float]]:
     return [[float(row[key] or 0) for key in keys] for row in log(folder)]
 
 
+def are_drawn(picture: Path) -> bool:
+    themes = [picture.with_stem(f"{picture.stem}-{theme}") for theme in ("light", "dark")]
+    return all(file.stat().st_size > 10_000 for file in themes)
+
+
 @pytest.mark.parametrize(
     "layout", [[], ["--experts", 2, "--tp", 2], ["--zero2", "--experts", 2, "--offload"]], ids=str
 )
@@ -99,9 +104,17 @@ def test_muon_reaches_a_loss_well_below_that_of_adamw(tmp_path):
     for name, lr, rest in (("adamw", 8e-3, 6.4e-2), ("muon", 1.6e-2, 3.2e-2)):
         out = tmp_path / name
         printed = run("train.py", "--optimizer", name, "--lr", lr, "--adamw-lr", rest, "--out", out)
-        assert "validation loss" in printed and (out / "loss.png").stat().st_size > 10_000
+        assert "validation loss" in printed and are_drawn(out / "loss.png")
         final[name] = losses(out)[-1][2]
     assert final["muon"] < final["adamw"] - 0.1
+
+
+def test_a_comparison_at_given_rates_searches_none_and_is_drawn(tmp_path):
+    rates = ["--rates", "0.008,0.064,0.016,0.032"]
+    printed = run_here("compare.py", "--quick", *rates, "--out", tmp_path)[0]
+    assert "0.008, 0.064" in printed and "0.016, 0.032" in printed
+    assert len([*tmp_path.glob("compare/*/log.csv")]) == 2
+    assert are_drawn(tmp_path / "compare.png")
 
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["one plain process", "ranks"])
@@ -118,7 +131,7 @@ def test_qk_clip_bounds_logits(tmp_path, is_alone):
         for folder in (tmp_path, tmp_path / "unclipped")
     )
     assert len(log(tmp_path)) == 8 and clipped <= 1.05 * 0.05 < unclipped
-    assert (tmp_path / "logits.png").stat().st_size > 10_000
+    assert are_drawn(tmp_path / "logits.png")
 
 
 def test_a_trace_has_the_phases_of_every_rank_and_makes_a_plot(tmp_path):
@@ -128,7 +141,7 @@ def test_a_trace_has_the_phases_of_every_rank_and_makes_a_plot(tmp_path):
     for rank in range(2):
         trace = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert phases <= {event.get("name") for event in trace["traceEvents"]}
-    assert (tmp_path / "step.png").stat().st_size > 10_000
+    assert are_drawn(tmp_path / "step.png")
 
 
 CHECKED = {"fsdp": 2, "ddp": 2, "zero2": 3, "fsdp:2+tp:2": 4, "hsdp:2x2": 4, "ep:2": 4}

@@ -11,7 +11,7 @@ import numpy as np
 from planner.averaging import Averages, Ring
 from planner.costs import GATHER, HOST, NETWORK, SCATTER, Costs, LaneCosts
 from planner.machine import Machine
-from plots import GREY, drawing, label_rows, save
+from plots import Theme, add_head, label_rows, save
 
 WAYS = {GATHER: "gather", SCATTER: "scatter"}
 
@@ -249,46 +249,62 @@ class _LaneRun:
 # -- the picture -----------------------------------------------------------------------------------
 
 ROWS = ("average", "gather", "compute", "scatter")
-COLOURS = {
-    "average": ("#6d28d9", "#6d28d9"),
-    "gather": ("#1d4ed8", "#93c5fd"),  # of even and of odd chunks
-    "compute": ("#c2410c", "#fdba74"),
-    "scatter": ("#0f766e", "#5eead4"),
-}
+HUES = {"average": "purple", "gather": "blue", "compute": "orange", "scatter": "teal"}
 
 
-def draw(path: Path, title: str, subtitle: str, timelines: dict[str, Timeline]) -> None:
-    """A panel for each layout, on one axis of time; chunks are told apart by their shade."""
+def draw(path: Path, what: str, subtitle: str, timelines: dict[str, Timeline]) -> str:
+    """A panel for each layout, on one axis of time; chunks are told apart by their shade.
+
+    Args:
+        path: NAME.png; NAME-light.png and NAME-dark.png are written.
+        what: whose steps, for the title.
+        subtitle: of which machine.
+        timelines: by layout.
+
+    Returns:
+        The files, to print.
+    """
     height = 1.5 * len(timelines) + 1.6
-    with drawing() as plt:
+
+    def figure_of(plt: Any, theme: Theme) -> Any:
         figure, panels = plt.subplots(
             len(timelines), 1, figsize=(11, height), sharex=True, squeeze=False
         )
         figure.subplots_adjust(
-            left=0.09, right=0.97, bottom=0.6 / height, top=1 - 1.15 / height, hspace=0.55
+            left=0.09, right=0.97, bottom=0.6 / height, top=1 - 1.2 / height, hspace=0.55
         )
         for axes, (name, timeline) in zip(panels[:, 0], timelines.items()):
-            _draw_rows(axes, timeline)
-            axes.set_title(_told(name, timeline), loc="left", fontsize=11, color=GREY)
+            _draw_rows(axes, theme, timeline)
+            axes.set_title(_summary(name, timeline), loc="left", fontsize=11)
         panels[-1, 0].set_xlabel("Milliseconds since the step began")
         panels[-1, 0].set_xlim(left=0)
-        figure.text(0.02, 1 - 0.4 / height, title, fontsize=14, fontweight="bold")
-        figure.text(0.02, 1 - 0.68 / height, subtitle, color=GREY)
-        save(figure, path)
+        add_head(figure, theme, f"{what}: {_finding(timelines)}", subtitle)
+        return figure
+
+    return save(path, figure_of)
 
 
-def _told(name: str, timeline: Timeline) -> str:
+def _finding(timelines: dict[str, Timeline]) -> str:
+    """The times of the fastest and of the slowest layout."""
+    ordered = sorted(timelines, key=lambda name: timelines[name].seconds)
+    ends = dict.fromkeys((ordered[0], ordered[-1]))
+    return ", ".join(f"{1e3 * timelines[name].seconds:,.0f} ms with {name}" for name in ends)
+
+
+def _summary(name: str, timeline: Timeline) -> str:
     return (
-        f"{name}: {1e3 * timeline.seconds:,.1f} ms, of which rank {timeline.rank} orthogonalizes "
+        f"{name}: {1e3 * timeline.seconds:,.1f} ms; rank {timeline.rank} orthogonalizes "
         f"for {1e3 * timeline.computing:,.1f} ms"
     )
 
 
-def _draw_rows(axes: Any, timeline: Timeline) -> None:
+def _draw_rows(axes: Any, theme: Theme, timeline: Timeline) -> None:
     for row, what in enumerate(timeline.rows):
-        for shade, colour in enumerate(COLOURS[what]):
-            spans = [s for s in timeline.spans if s.what == what and s.chunk % 2 == shade]
+        for is_odd in range(2):
+            spans = [s for s in timeline.spans if s.what == what and s.chunk % 2 == is_odd]
             bars = [(1e3 * s.start, 1e3 * (s.stop - s.start)) for s in spans]
-            axes.broken_barh(bars, (row - 0.4, 0.8), color=colour, linewidth=0.5)  # never too thin
+            color = getattr(theme, HUES[what])
+            color = theme.pale(color) if is_odd else color
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=color, linewidth=0.5)  # never too thin
     axes.xaxis.set_major_formatter("{x:,.10g}")
     label_rows(axes, timeline.rows)

@@ -96,9 +96,9 @@ class Muon(Stateful):
 
     Example:
         >>> groups = get_default_muon_param_groups(model)
-        >>> optimizer = Muon(groups, lr=1e-3, weight_decay=0.1)
+        >>> optim = Muon(groups, lr=1e-3, weight_decay=0.1)
         >>> loss.backward()
-        >>> optimizer.step()
+        >>> optim.step()
     """
 
     @refuses_unknown_arguments
@@ -549,7 +549,7 @@ class Muon(Stateful):
         Args:
             keep: how many of the last steps to keep. Each keeps one polar factor in device memory.
 
-        >>> with optimizer.audit() as audit:
+        >>> with optim.audit() as audit:
         ...     for batch in batches:
         ...         train(batch)
         >>> print(audit.report())

@@ -3,7 +3,7 @@
 A preset returns keyword arguments of `Muon`, including the parameter groups, so that switching
 changes one line::
 
-    optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
+    optim = Muon(**presets.torch_muon(matrices, lr=0.02))
 
 A preset raises ValueError for an empty list of parameters, and for any argument or group key that
 neither the source nor this package has, or that has no counterpart. Pass further options of `Muon`

@@ -56,7 +56,8 @@ def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
         entries: entries with the same holders.
         rank: one of the holders.
     """
-    holders = len(entries[0].holders(rank))
+    ranks = entries[0].holders(rank)
+    holders = len(ranks)
     # FLOPs of a rank alone, of a rank that shares, and of the costliest matrix; bytes to others.
     alone = shared = costliest = sent = 0.0
     for entry in entries:
@@ -69,7 +70,8 @@ def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
             costliest = max(costliest, cost)
             nbytes = matrices * block.rows * block.cols * entry.wire.itemsize
             sent += nbytes * (holders // shards - 1) / holders
-    # Up to eight ranks share a host, where bytes travel ten times as fast.
-    default = DEFAULT_FLOPS_PER_BYTE / (10 if holders <= 8 else 1)
+    # A host has eight ranks, 8k to 8k + 7; bytes travel ten times as fast within it.
+    one_host = min(ranks) // 8 == max(ranks) // 8
+    default = DEFAULT_FLOPS_PER_BYTE / (10 if one_host else 1)
     per_byte = FLOPS_PER_BYTE.get(entries[0].device.type, default)
     return max(alone, costliest) - max(shared, costliest) > sent * per_byte

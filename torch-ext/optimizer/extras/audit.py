@@ -123,6 +123,7 @@ class Audit:
         self._due = -1  # index of the matrix whose polar factor is kept
 
     def stop(self) -> None:
+        """Stops watching, for good unless ``is_on`` is set again."""
         self.is_on = False
 
     def __enter__(self) -> Audit:

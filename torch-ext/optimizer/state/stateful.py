@@ -118,8 +118,8 @@ class Stateful(torch.optim.Optimizer):
     def is_broken(self) -> bool:
         """True if weights and state do not belong together.
 
-        This is so after a `step` or a load was interrupted, or `discard_state` was called.
-        `load_state_dict` repairs it; so does `accept_partial_step`, after an interrupted step.
+        This is so after a `step` or a load failed partway, or after `discard_state`.
+        `load_state_dict` repairs it; so does `accept_partial_step`, after a step.
         """
         return self._integrity.is_broken()
 
@@ -130,12 +130,12 @@ class Stateful(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns a state dict as torch.optim does, after creating missing state.
 
-        If ``process_group`` divides state among replicas, it holds only this rank's rows. Dtypes
+        If ``process_group`` divides state among replicas, it has only this rank's rows. Dtypes
         among the options are saved as strings, because torch.distributed.checkpoint does not accept
         dtypes in full state dicts.
 
         Raises:
-            RuntimeError: a `step` or a load was interrupted; see `accept_partial_step` and
+            RuntimeError: a `step` or a load failed partway; see `accept_partial_step` and
                 `discard_state`.
         """
         self._integrity.check(accept=integrity.VOID)
@@ -190,7 +190,7 @@ class Stateful(torch.optim.Optimizer):
         Raises:
             ValueError: a group has no names, or two parameters have the same name.
 
-        >>> state_dict = {**model.state_dict(), **optimizer.exact_weights()}
+        >>> state_dict = {**model.state_dict(), **optim.exact_weights()}
         """
         params = self._params_with_residuals()
         return {key: self._rounding.exact(param) for key, param in params.items()}
@@ -234,7 +234,7 @@ class Stateful(torch.optim.Optimizer):
 
         Raises:
             ValueError: the checkpoint does not fit; nothing was loaded.
-            RuntimeError: loading was interrupted and has to be repeated.
+            RuntimeError: loading failed partway and has to be repeated.
         """
         checkpoints.check_type(state_dict)
         loaded: dict[Tensor, dict[str, Any]] = {}
@@ -324,8 +324,7 @@ class Stateful(torch.optim.Optimizer):
     ) -> None:
         """Loads the state of another optimizer from its checkpoint.
 
-        `foreign_checkpoints` in ``extras`` describes the conversion and has an example of each
-        kind.
+        `foreign_checkpoints` in ``extras`` describes the conversion, with an example of each kind.
 
         Args:
             states: a state dict, as ``torch.load(path, weights_only=True)`` returns it; a list of
@@ -339,8 +338,8 @@ class Stateful(torch.optim.Optimizer):
             params: all parameters, as tensors, (name, parameter) pairs or names, in the order in
                 which the other optimizer received them. Needed if names and the preset's groups do
                 not show which parameter is which.
-            hyperparameters: True also loads the hyperparameters that both optimizers have, except
-                options of orthogonalization and scale, and keys that schedulers keep. False keeps
+            hyperparameters: True also loads the hyperparameters that both optimizers have and the
+                keys that schedulers keep, but no options of orthogonalization or scale. False keeps
                 this optimizer's.
 
         Raises:
@@ -366,19 +365,18 @@ class Stateful(torch.optim.Optimizer):
     @through_wrappers
     @torch.no_grad()
     def accept_partial_step(self) -> None:
-        """Accepts the result of an interrupted step, so that training can continue.
+        """Accepts the result of a step that failed partway, so that training can continue.
 
-        Some parameters, or their momentum, remain one step ahead of others. The interrupted step
-        may have changed or cleared gradients: call `zero_grad` and continue with the next batch.
+        Some parameters, or their momentum, remain one step ahead of others. The step may have
+        changed or cleared gradients: call `zero_grad` and continue with the next batch.
 
-        Call this on all ranks, including those whose step completed. If a rank was interrupted
-        before its last exchange with other ranks, or if other ranks hold the same parameters and
-        may have updated them differently, state can be saved, but the next step raises on all ranks
-        that share parameters: save, and resume in a new launch.
+        Call this on all ranks, including those whose step completed. If a rank's step ended before
+        its last exchange with other ranks, or if other ranks hold the same parameters and may have
+        updated them differently, state can be saved, but the next step raises on all ranks that
+        share parameters: save, and resume in a new launch.
 
         Raises:
-            RuntimeError: a load was interrupted, or `discard_state` was called. Nothing was
-                changed.
+            RuntimeError: a load failed partway, or `discard_state` was called. Nothing was changed.
         """
         self._integrity.check(accept=integrity.PARTIAL)
         self._create_state(self._read_groups())  # the first step may have created only some of it
@@ -393,9 +391,9 @@ class Stateful(torch.optim.Optimizer):
     def discard_state(self) -> None:
         """Sets all state to zeros, for torch.distributed.checkpoint to load into.
 
-        After an interrupted `step`, `state_dict` raises so that broken state is not saved. After
-        ``discard_state()`` it returns zeros, and `step` raises until `load_state_dict` has been
-        called. Call this on all ranks.
+        After a `step` that failed partway, `state_dict` raises so that broken state is not saved.
+        After ``discard_state()`` it returns zeros, and `step` raises until `load_state_dict` has
+        been called. Call this on all ranks.
         """
         self._integrity.discard()
         self._forget_tensors()

@@ -2,12 +2,12 @@
 
 `Muon.load_foreign_state_dict` loads the result. The kinds of state dicts are:
 
-- ``"torch_muon"``: those of torch.optim.Muon and torch.optim.AdamW, ``{"muon": …, "adamw": …}``.
-- ``"torch_adamw"``: that of torch.optim.AdamW.
-- ``"motif"``: that of Motif's ``Muon``.
-- ``"llamafactory"``: that of Moonlight's ``Muon``, which LlamaFactory ships.
-- ``"nanochat"``: ``MuonAdamW``'s, or a list of ``DistMuonAdamW``'s, one for each rank.
-- ``"keller_jordan"``: that of any of his Muons, or a list with one for each rank; if AdamW is
+- ``"torch_muon"``: ``{"muon": …, "adamw": …}``, from torch.optim.Muon and torch.optim.AdamW.
+- ``"torch_adamw"``: from torch.optim.AdamW.
+- ``"motif"``: from Motif's ``Muon``.
+- ``"llamafactory"``: from Moonlight's ``Muon``, which LlamaFactory ships.
+- ``"nanochat"``: from ``MuonAdamW``, or a list with one from ``DistMuonAdamW`` for each rank.
+- ``"keller_jordan"``: from any of his Muons, or a list with one for each rank; if AdamW is
   separate, ``{"muon": …, "adamw": …}``.
 
 State dicts keyed by name, as torch.distributed.checkpoint makes them, work if their tensors are
@@ -27,21 +27,21 @@ with ``beta2`` take nanochat's second moments.
 Example:
     >>> load = functools.partial(torch.load, weights_only=True)
     >>> groups = [{"params": matrices}, {"params": others, "use_muon": False}]
-    >>> optimizer = Muon(**presets.torch_muon(groups))
+    >>> optim = Muon(**presets.torch_muon(groups))
     >>> saved = {"muon": load("muon.pt"), "adamw": load("adamw.pt")}
-    >>> optimizer.load_foreign_state_dict(saved, kind="torch_muon")
-    >>> optimizer = Muon(get_default_muon_param_groups(model))
-    >>> optimizer.load_foreign_state_dict(load("adamw.pt"), kind="torch_adamw",
-    ...                                   params=model.parameters())
-    >>> optimizer = Muon(**presets.moonlight(muon_params=matrices, adamw_params=others))
-    >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="llamafactory")
-    >>> optimizer = Muon(**presets.motif(get_default_muon_param_groups(model)))
-    >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="motif")
-    >>> optimizer = DistMuonAdamW(param_groups)
+    >>> optim.load_foreign_state_dict(saved, kind="torch_muon")
+    >>> optim = Muon(get_default_muon_param_groups(model))
+    >>> optim.load_foreign_state_dict(load("adamw.pt"), kind="torch_adamw",
+    ...                               params=model.parameters())
+    >>> optim = Muon(**presets.moonlight(muon_params=matrices, adamw_params=others))
+    >>> optim.load_foreign_state_dict(load("optimizer.pt"), kind="llamafactory")
+    >>> optim = Muon(**presets.motif(get_default_muon_param_groups(model)))
+    >>> optim.load_foreign_state_dict(load("optimizer.pt"), kind="motif")
+    >>> optim = DistMuonAdamW(param_groups)
     >>> ranks = [load(f"optim_021400_rank{rank}.pt") for rank in range(8)]
-    >>> optimizer.load_foreign_state_dict(ranks, kind="nanochat")
-    >>> optimizer = Muon(**presets.keller_jordan(param_groups))
-    >>> optimizer.load_foreign_state_dict(ranks, kind="keller_jordan")
+    >>> optim.load_foreign_state_dict(ranks, kind="nanochat")
+    >>> optim = Muon(**presets.keller_jordan(param_groups))
+    >>> optim.load_foreign_state_dict(ranks, kind="keller_jordan")
 """
 
 from .conversion import to_state_dict

@@ -2,7 +2,7 @@
 
 A recipe takes a model and returns keyword arguments::
 
-    optimizer = Muon(**recipes.kimi_k2(model))
+    optim = Muon(**recipes.kimi_k2(model))
 
 published.json lists each value with its source, a section of a report or a file. Numbers missing
 from Kimi K3's and GLM-5's reports are required arguments. Where these reports do not spell out the
