@@ -106,7 +106,9 @@ def plot(path: Path, lrs: Sequence[float], curves: dict[tuple[float, str], list[
         f"Rounding weights to the nearest bf16 costs {last(costs[lr, 'nearest']):.3f} nats "
         f"at lr {lr:g}, exact rounding {last(costs[lr, 'exact']):.3f}"
     )
-    subtitle = "Validation loss above that with fp32 weights, mean of the seeds"
+    seeds = len(curves[lr, "nearest"])
+    whose = "one seed" if seeds == 1 else f"mean of {seeds} seeds"
+    subtitle = f"Validation loss above that with fp32 weights, {whose}"
 
     def draw(plt: Any, theme: Theme) -> Any:
         size = (max(11, 4.5 * len(lrs)), 4.8)
