@@ -126,13 +126,13 @@ def on_two_ranks(fn: Callable[[], None]) -> None:
 MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     "no use_muon": (
         lambda: Muon([{"params": [parameter(3, 3)]}]),
-        "param_groups[0] does not say use_muon=True or False: Muon takes a list of parameter "
-        "groups that say use_muon: Muon.for_model(model, lr=…) makes them, or write "
+        "param_groups[0] has no use_muon=True or False: Muon needs a list of parameter groups with "
+        "use_muon. Use Muon.for_model(model, lr=…), which makes them, or write "
         'Muon([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])',
     ),
     "names": (
         lambda: Muon([muon_group(parameter(3, 3), **NAMES)]),
-        "param_groups[0]: 2 names for 1 parameter; give one for each, in the same order",
+        "param_groups[0] has 2 names for 1 parameter: give each parameter one, in the same order",
     ),
     "vector": (
         lambda: Muon([muon_group((W, parameter(3)))]),
@@ -147,7 +147,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "in two groups": (
         lambda: Muon([*good_groups()[:1] * 2]),
-        "layers.0.w1.weight is in param_groups[0] already; give every parameter to one group",
+        "layers.0.w1.weight is already in param_groups[0]: put every parameter into one group only",
     ),
     "split": (
         lambda: Muon([muon_group((W, parameter(5, 3)))], split={"w": [2, 4]}),
@@ -164,11 +164,11 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "typo in a group": (
         lambda: Muon([{**good_groups()[0], "ns_step": 3}]),
-        "param_groups[0] has a key 'ns_step' that means nothing here; did you mean 'ns_steps'?",
+        "param_groups[0] has an unknown key 'ns_step': did you mean 'ns_steps'?",
     ),
     "sparse gradient": (
         sparse_gradient,
-        "embed.weight has a sparse gradient (torch.sparse_coo); make it dense, for example "
+        "embed.weight has a sparse gradient (torch.sparse_coo): make it dense, for example with "
         "nn.Embedding(..., sparse=False)",
     ),
     "another model's checkpoint": (
@@ -178,15 +178,15 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "AdamW's checkpoint": (
         adamws_checkpoint,
-        "the checkpoint is of kind 'torch_adamw', as the keys of its groups show: "
+        "the checkpoint has kind 'torch_adamw', judging by the keys of its groups: "
         "load_foreign_state_dict(state_dict, params=model.parameters(), kind='torch_adamw') "
         "converts it",
     ),
     "model replaced": (
         replaced_by_to_empty,
-        "step() found no gradient on 0.weight, and by now the model holds another parameter as "
-        "0.weight than its groups: make the groups and the optimizer after fully_shard, "
-        ".to_empty() or whatever replaced it",
+        "step() found no gradient on 0.weight, and the model now has another parameter of this "
+        "name than the groups: make the groups and the optimizer after fully_shard, .to_empty() or "
+        "anything else that replaces parameters",
     ),
     "gradients of some ranks": (
         lambda: on_two_ranks(ranks_without_a_gradient),
@@ -196,9 +196,9 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "grad_reduce alone": (
         lambda: Muon(good_groups(), grad_reduce="mean"),
-        "grad_reduce='mean' averages gradients over a process group: give process_group, for "
-        "example torch.distributed.group.WORLD, which is None before init_process_group. One that "
-        "was pickled has lost it: optim.process_group = ...",
+        "grad_reduce='mean' averages gradients over a process group: pass process_group, for "
+        "example torch.distributed.group.WORLD, which is None before init_process_group. Pickles "
+        "omit it: after loading one, optim.process_group = ...",
     ),
 }
 
@@ -285,7 +285,7 @@ BAD_GROUPS: dict[str, tuple[Any, ...]] = {
         for value in (None, 3.0, [1.0])
         for algorithm in (M, A)
     },
-    "no leaf": ([(3, 3), parameter(3, 3) * 2], OF_TWO, W, "no leaf"),
+    "no leaf": ([(3, 3), parameter(3, 3) * 2], OF_TWO, W, "not a leaf"),
     "set": ({parameter(3, 3)}, M, AT, "set"),
     "twice in a group": ([parameter(3, 3)] * 2, OF_TWO, W, "twice", AT),
     "split list": ([(6, 3), (5, 3)], {"split": [2, 4], **OF_TWO}, W, "5 rows", "6"),
@@ -392,7 +392,7 @@ BAD_LATER: list[tuple[Any, ...]] = [
     (2, {"params": [torch.ones(6, 4, dtype=torch.int32)]}, OF_2, "torch.int32"),
     (2, {"params": [nn.Parameter(torch.ones(6, 4).to_sparse())]}, OF_2, "sparse"),
     (2, {"params": [nn.Parameter(torch.ones(1, 4).expand(6, 4))]}, OF_2, "share memory"),
-    (2, {"params": [parameter(6, 4) * 2]}, OF_2, "no leaf"),
+    (2, {"params": [parameter(6, 4) * 2]}, OF_2, "not a leaf"),
 ]
 
 
@@ -581,7 +581,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Any, ...]] = {
     "momentum of AdamW's": (put(5, "momentum_buffer", torch.zeros(2)), "head.bias"),
     "no second moment": (lambda s: s["state"][5].pop("exp_avg_sq"), "head.bias", "exp_avg_sq"),
     "no momentum": (lambda s: s["state"][4].pop("momentum_buffer"), OF_2, "momentum_buffer"),
-    "no longer side's": (lambda s: s["state"][4].pop("second_momentum_buffer"), OF_2, "lack"),
+    "no longer side's": (lambda s: s["state"][4].pop("second_momentum_buffer"), OF_2, "but not"),
     "no steps": (lambda s: s["state"][5].pop("step"), "head.bias", "step"),
     "state of none": (lambda s: s["state"].update({9: s["state"][5]}), "parameter 9"),
     "state by a name": (lambda s: s["state"].update({"w1": s["state"].pop(4)}), "w1"),

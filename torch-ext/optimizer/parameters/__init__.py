@@ -1,1 +1,1 @@
-"""Parameters and their options: which options a group accepts, and what is planned from groups."""
+"""Parameter groups: their options, names, checks, and the survey that plans are made from."""

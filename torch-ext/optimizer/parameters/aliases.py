@@ -1,6 +1,6 @@
-"""Lists what other optimizers call an option, and suggests an option for a word that is none.
+"""Maps other optimizers' names of options to `Muon`'s, and suggests options for unknown names.
 
-The constructor, group keys, presets and `describe` all go by this table.
+The constructor, group keys, presets and `describe` all use this table.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from .options import ARGUMENTS, NS_DEFAULTS
 
 _EPS = "adamw_eps", "for AdamW, 'ns_eps' for the orthogonalization"
 _BETAS = "adamw_betas", "for AdamW; Muon has 'momentum'"
-_BY_GROUP = "groups say use_muon; presets.moonlight makes them"
+_BY_GROUP = "as groups with use_muon, which presets.moonlight makes"
 
-# By a word of another optimizer: the option, None where there is none, and what else there is to
-# say, or what to do instead.
+# By another optimizer's name: the option and a note, or None and what to do instead.
 ALIASES: dict[Any, tuple[Optional[str], str]] = {
     # torch.optim.AdamW, Adam and SGD
     "betas": _BETAS,
     "eps": _EPS,
     "fused": (None, "leave it out: AdamW is fused by itself"),
-    "amsgrad": (None, "leave it out: AdamW has no such variant here"),
-    "differentiable": (None, "leave it out: no step can be differentiated here"),
-    "decoupled_weight_decay": (None, "leave it out: weight_decay always is decoupled"),
+    "amsgrad": (None, "leave it out: this AdamW has no AMSGrad variant"),
+    "differentiable": (None, "leave it out: steps are not differentiable"),
+    "decoupled_weight_decay": (None, "leave it out: weight_decay is always decoupled"),
     "dampening": ("momentum_style", "'ema' weighs gradients by 1 − momentum"),
     # torch.optim.Muon
     "adjust_lr_fn": ("adjust_lr", "torch's None is 'original'"),
@@ -40,7 +39,7 @@ ALIASES: dict[Any, tuple[Optional[str], str]] = {
     "beta1": _BETAS,
     "epsilon": _EPS,
     "cautious_wd": ("cautious", ""),
-    "distributed_mesh": ("process_group", "and only for replicas without DTensors"),
+    "distributed_mesh": ("process_group", "only for replicas without DTensors"),
     # Emerging-Optimizers'
     "use_nesterov": ("nesterov", ""),
     "coefficient_type": ("ns_coefficients", ""),
@@ -57,13 +56,13 @@ ALIASES: dict[Any, tuple[Optional[str], str]] = {
 
 
 def suggestion(word: Any, known: Collection[str], cutoff: float = 0.7) -> Optional[str]:
-    """What to write instead of a word that means nothing; None where nothing is known of it.
+    """Returns what to write instead of an unknown word, or None if nothing is known about it.
 
-    An option with words around it, such as ``max_weight_decay``, is no mistyped option.
+    A word that contains an option, such as ``max_weight_decay``, is not taken for a typo.
 
     Args:
-        known: the words that mean something where this one was written.
-        cutoff: how close a mistyped word is to what it was meant to be, from 0 to 1.
+        known: the words that are valid here.
+        cutoff: how similar a typo must be to a valid word, from 0 to 1.
     """
     if not isinstance(word, str):
         return None
@@ -80,7 +79,7 @@ def suggestion(word: Any, known: Collection[str], cutoff: float = 0.7) -> Option
 
 
 def refusal(caller: str, word: str) -> str:
-    """Says that a function has no such argument of `Muon`'s, and what to write instead."""
+    """Returns the message for an unknown argument, with what to write instead."""
     instead = suggestion(word, ARGUMENTS)
     if word in NS_DEFAULTS:
         instead = f"use ns_options={{{word.removeprefix('ns_')!r}: …}}"
@@ -92,8 +91,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def refuses_unknown_arguments(constructor: _Function) -> _Function:
-    """Decorates a constructor with `Muon`'s arguments: the TypeError for any other argument says
-    what to write instead."""
+    """Decorates a constructor with `Muon`'s arguments, to improve the TypeError for any others."""
 
     @functools.wraps(constructor)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:

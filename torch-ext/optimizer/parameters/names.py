@@ -9,28 +9,28 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Optional
 
-# What torch.compile, activation checkpointing and FSDP1 add to a parameter's name, anywhere in it.
+# Components that torch.compile, activation checkpointing and FSDP1 insert anywhere in names.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _NOT_IN_STATE_DICTS = WRAPPERS - {"_orig_mod"}
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def normalize_name(name: str) -> str:
-    """The parameter's name without the components that wrappers add: ``layers.0.wq.weight``.
+    """Returns a parameter's name without the components of wrappers: ``layers.0.wq.weight``.
 
-    ``module`` is DDP's at the beginning only. Elsewhere it may be a part of the model.
+    A leading ``module`` is DDP's. Elsewhere it may belong to the model, and stays.
     """
     components = _without(name, WRAPPERS).split(".")
     return ".".join(itertools.dropwhile(lambda component: component == "module", components))
 
 
 def is_wrapper(components: Sequence[str]) -> bool:
-    """Whether the last of the components that lead to a module is one that a wrapper adds."""
+    """Returns True if a wrapper adds the last component of a module's path."""
     return components[-1] in WRAPPERS or all(c == "module" for c in components)
 
 
 def state_dict_key(name: str) -> str:
-    """The key in the model's ``state_dict()`` of a parameter that ``named_parameters()`` names."""
+    """Returns the ``state_dict()`` key for a parameter's name from ``named_parameters()``."""
     return _without(name, _NOT_IN_STATE_DICTS)
 
 
@@ -40,27 +40,29 @@ def _without(name: str, components: frozenset[str]) -> str:
 
 
 def normalize_names(names: Iterable[str]) -> list[str]:
-    """Normalized names of a model's parameters; as they are where two would become one."""
+    """Normalizes the names of a model's parameters, or none of them if two would become equal."""
     names = list(names)
     normalized = list(map(normalize_name, names))
     return normalized if len(set(normalized)) == len(set(names)) else names
 
 
 def find_name(names: Iterable[str]) -> Callable[[str], Optional[str]]:
-    """Finds which of ``names`` is meant by a name: itself, or the one that only wrappers tell from
-    it; None where there is no such name, or several."""
+    """Returns a function that finds a name in ``names``, also if wrappers' components differ.
+
+    The function returns None if no name, or more than one, matches.
+    """
     forms: list[Callable[[str], str]] = [
         lambda name: name,
         lambda name: _without(name, WRAPPERS),
         normalize_name,
     ]
-    alike: dict[tuple[int, str], list[str]] = {}
+    by_form: dict[tuple[int, str], list[str]] = {}
     for name in names:
         for number, form in enumerate(forms):
-            alike.setdefault((number, form(name)), []).append(name)
+            by_form.setdefault((number, form(name)), []).append(name)
 
     def find(name: str) -> Optional[str]:
-        fitting = (alike.get((number, form(name))) for number, form in enumerate(forms))
+        fitting = (by_form.get((number, form(name))) for number, form in enumerate(forms))
         first = next(filter(None, fitting), [])
         return first[0] if len(first) == 1 else None
 
@@ -68,22 +70,22 @@ def find_name(names: Iterable[str]) -> Callable[[str], Optional[str]]:
 
 
 def has_component(name: str, keys: Optional[Sequence[str]]) -> bool:
-    """Whether any whole component of ``name`` is one of ``keys`` (a key may itself have dots)."""
+    """Returns True if a key equals a whole component of ``name``, or several if it has dots."""
     compared = (_to_compare(name, key) for key in keys or ())
     return any(f".{key}." in f".{name}." for name, key in compared)
 
 
 def _to_compare(name: str, pattern: str) -> tuple[str, str]:
-    """Both without the components that wrappers add; ``module`` stays where the pattern has it."""
+    """Removes wrappers' components from both; keeps ``module`` if the pattern begins with it."""
     pattern = _without(pattern, WRAPPERS)
     has_module = pattern.startswith("module.")
     return _without(name, WRAPPERS) if has_module else normalize_name(name), pattern
 
 
 def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
-    """The end of a message about keys without a match: components of names that are much like them.
+    """Returns the end of a message about unmatched keys: similar components of names, if any.
 
-    A key with dots is compared with as many components. The end is empty if none is like a key.
+    A key with dots is compared with as many components.
     """
     split, near = [normalize_name(name).split(".") for name in names], []
     for key in map(normalize_name, keys):
@@ -94,11 +96,11 @@ def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a shell-style pattern fits the whole name, or whole components of it do."""
+    """Returns True if a pattern equals whole components of a name, or matches it shell-style."""
     name, pattern = _to_compare(name, pattern)
     return f".{pattern}." in f".{name}." or fnmatch.fnmatchcase(name, pattern)
 
 
 def counted(things: Collection[Any], singular: str, plural: str = "") -> str:
-    """1 matrix, 2 matrices."""
+    """Returns a count with its noun: 1 matrix, 2 matrices."""
     return f"{len(things)} {singular if len(things) == 1 else plural or singular + 's'}"

@@ -1,8 +1,8 @@
-"""Declares every option once: its type, what it accepts, and what it means.
+"""Declares every option once: its type, accepted values, and meaning.
 
-`Group` has the options that groups may have, `Settings` those for all groups. Their defaults are
-those of the arguments of `Muon`. Checks and messages follow from these two classes, and so do the
-tables of docs/options.md, by scripts/options_page.py.
+`Group` has the options of groups, `Settings` those for all groups. Their defaults are those of the
+arguments of `Muon`. Checks and messages come from these two classes, as do the tables of
+docs/options.md (scripts/options_page.py).
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from ..distributed import agreement, hsdp
 from ..distributed.replicas import Replicas
 from ..weight_rounding import MODES as ROUNDINGS
 
-# How parameters are read as matrices: facts of the model, which no checkpoint changes.
+# How parameters are read as matrices: properties of the model, which loading does not change.
 STRUCTURE = ("expert_keys", "split", "flatten")
 
-# What torch's schedulers keep in groups, to go on from.
+# Keys in which torch's schedulers keep their state.
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 EXACT_DTYPES = (torch.float32, torch.float64)
 _SCALES = ("match_rms_adamw", "original", "spectral", "none")
-MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory can list them
+MOST_STEPS = 1000  # far above any use, but not too many to run or list
 
 
 class Option(NamedTuple):
-    """What an option accepts, and what it means."""
+    """The accepted values of an option, and its meaning."""
 
-    accepts: Callable[[Any], bool]  # must not read a tensor on a device
+    accepts: Callable[[Any], bool]  # must not read a tensor on a device, which synchronizes
     expected: str  # completes "… must be", in the error message
     meaning: str = ""  # for docs/options.md
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ValueError if the option, whose name is ``name``, does not accept the value."""
+        """Raises ValueError, with the option's name, if the option does not accept the value."""
         if not self.accepts(value):
             raise ValueError(f"{name} must be {self.expected}, found {value!r}")
 
 
 class DefaultSteps(int):
-    """The default of ``ns_steps``, told apart from the same number given by the caller."""
+    """The default of ``ns_steps``, which differs from the same number passed by the caller."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number, of a kind that torch takes: no bool and no fraction."""
+    """Returns True for finite numbers that torch accepts: no bool and no Fraction."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     if isinstance(value, Rational) and not isinstance(value, Integral):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int that no float is as large as
+    except OverflowError:  # an int too large for a float
         return False
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is an integer. A bool, which Python counts among them, is none."""
+    """Returns True for integers, but not for bool, which is an int in Python."""
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
@@ -76,10 +76,10 @@ def _is_learning_rate(value: Any) -> bool:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             return False
-        if value.device.type != "cpu":  # it stays unread: to read it would wait for the device
+        if value.device.type != "cpu":  # reading it would synchronize
             return True
         value = value.item()
-    # Schedules that end at zero may end a rounding error below it.
+    # Schedules that end at zero may end slightly below it, by rounding.
     return is_number(value) and value > -1e-12
 
 
@@ -89,7 +89,7 @@ def _is_split(value: Any) -> bool:
             isinstance(pattern, str) and not isinstance(counts, Mapping) and _is_split(counts)
             for pattern, counts in value.items()
         )
-    if isinstance(value, str):  # `Group.validate` reads it
+    if isinstance(value, str):  # `Group.validate` parses it
         return True
     counts = value if isinstance(value, (list, tuple)) else [value]
     return len(counts) > 0 and _are(counts, lambda count: is_int(count) and count > 0)
@@ -119,12 +119,12 @@ _BOOL = Option(lambda value: isinstance(value, bool), "True or False")
 _NONNEGATIVE = Option(lambda value: is_number(value) and value >= 0, "a finite number ≥ 0")
 _FRACTION = Option(lambda value: is_number(value) and 0 <= value < 1, "a number in [0, 1)")
 _OPTIONAL_DTYPE = _optional_dtype(torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# fp16 has no range for gradients: what is under 6e-8 would be lost on the way.
+# fp16 lacks the range of gradients: it rounds numbers under 6e-8 to zero.
 _OPTIONAL_WIRE = _optional_dtype(torch.bfloat16, torch.float32, torch.float64)
 
 
 def _option(option: Option, meaning: str) -> Any:
-    """A field that is an option; its default is that of the argument of `Muon`."""
+    """Returns a field for an option; its default is that of the argument of `Muon`."""
     return field(metadata={"option": option._replace(meaning=meaning)})
 
 
@@ -133,11 +133,11 @@ class Group:
     """A parameter group as the package reads it: a copy of one of torch's dicts, not validated yet.
 
     Args:
-        params: the parameters; in the group of a checkpoint, the ids of their state.
-        names: their names, in the same order, or None.
+        params: the parameters; in groups of checkpoints, the ids of their state.
+        names: the parameters' names, in the same order, or None.
         where: what messages call the group.
-        use_muon: whether Muon trains them, or AdamW.
-        rounding_step: how many steps have drawn random numbers for ``weight_rounding``.
+        use_muon: True if Muon trains the parameters, False if AdamW does.
+        rounding_step: number of steps that have drawn random numbers for ``weight_rounding``.
     """
 
     params: list[Tensor]
@@ -147,20 +147,22 @@ class Group:
     rounding_step: int
     lr: Union[float, Tensor] = _option(
         Option(_is_learning_rate, "a finite number ≥ 0 or a tensor of one element"),
-        "learning rate; may be a tensor",
+        "learning rate, a number or a tensor of one element",
     )
-    momentum: float = _option(_FRACTION, "μ")
+    momentum: float = _option(_FRACTION, "μ, the decay of the momentum buffer `B`")
     nesterov: bool = _option(
-        _BOOL, 'orthogonalize `G + μB` (with `"ema"` `(1−μ)G + μB`) instead of `B`'
+        _BOOL, 'True to orthogonalize `G + μB` (with `"ema"`, `(1−μ)G + μB`) instead of `B`'
     )
     ns_steps: int = _option(
         Option(
             lambda value: is_int(value) and 0 < value <= MOST_STEPS,
             f"an int from 1 to {MOST_STEPS}",
         ),
-        "iterations",
+        "number of iterations",
     )
-    weight_decay: float = _option(_NONNEGATIVE, "decoupled: `W ← W·(1 − lr·weight_decay)`")
+    weight_decay: float = _option(
+        _NONNEGATIVE, "decoupled weight decay: `W ← W·(1 − lr·weight_decay)`"
+    )
     adamw_betas: tuple[float, float] = _option(
         Option(
             lambda value: _are(value, _FRACTION.accepts) and len(value) == 2,
@@ -168,20 +170,20 @@ class Group:
         ),
         "AdamW's betas, for groups with `use_muon=False`",
     )
-    adamw_eps: float = _option(_NONNEGATIVE, "AdamW's epsilon, for the same groups")
+    adamw_eps: float = _option(_NONNEGATIVE, "AdamW's eps, for groups with `use_muon=False`")
     none_grad: bool = _option(
         _BOOL,
-        "set `p.grad` of Muon's matrices to None as soon as `step()` has read it; not in groups "
-        "with `capturable`",
+        "True to set `p.grad` of Muon's matrices to None as soon as `step()` has read it; ignored "
+        "in groups with `capturable`",
     )
     adjust_lr: Union[str, float] = _option(
         Option(
             lambda value: value in _SCALES if isinstance(value, str) else _is_positive(value),
             f"one of {', '.join(map(repr, _SCALES))}, or a number > 0",
         ),
-        "scale of the update: a number r is `r·sqrt(max(rows, cols))`, which gives updates the "
-        'root mean square r; `"match_rms_adamw"` is 0.2, `"original"` `sqrt(max(1, rows/cols))`, '
-        '`"spectral"` `sqrt(rows/cols)`, `"none"` a factor of 1',
+        "scale of the update. A number r means `r·sqrt(max(rows, cols))`, which gives updates a "
+        'root mean square of about r. `"match_rms_adamw"` is r = 0.2, `"original"` is '
+        '`sqrt(max(1, rows/cols))`, `"spectral"` is `sqrt(rows/cols)`, and `"none"` is 1',
     )
     momentum_style: str = _option(
         one_of("classical", "ema"), '`"classical"`: `B = μB + G`; `"ema"`: `B = μB + (1−μ)G`'
@@ -193,41 +195,41 @@ class Group:
         ),
         "coefficients of the iterations: "
         + ", ".join(f'`"{family}"`' for family in newton_schulz.FAMILIES)
-        + ", one (a, b, c) for every iteration, or a list of them, which sets `ns_steps`",
+        + ", one (a, b, c) for all iterations, or a list of them, whose length sets `ns_steps`",
     )
     ns_algorithm: str = _option(
         one_of(*newton_schulz.ALGORITHMS),
-        '`"standard"` multiplies the whole matrix in every iteration; `"gram"` iterates on the '
-        "shorter side and multiplies the whole matrix only at restarts and at the end; "
-        '`"auto"` takes `"gram"` for shorter sides of at least 512 where that saves enough FLOPs, '
-        "and `summary()` says why",
+        '`"standard"` multiplies the whole matrix in every iteration. `"gram"` iterates on the '
+        "shorter side and multiplies the whole matrix only at restarts and at the end. "
+        '`"auto"` uses `"gram"` for shorter sides of at least 512 if it saves enough FLOPs; '
+        "`summary()` says why",
     )
     ns_dtype: Optional[torch.dtype] = _option(
         _OPTIONAL_DTYPE,
-        "dtype of the iteration's arithmetic; None takes fp16 on accelerators, bf16 on CPUs with "
-        "instructions for it (avx512_bf16, AMX, Arm's bf16), fp32 on other CPUs and on MPS, fp64 "
-        "for fp64 weights; fp16 on CPUs is a slow stand-in",
+        "dtype of the iteration's arithmetic. None means fp16 on accelerators, bf16 on CPUs with "
+        "instructions for it (avx512_bf16, AMX, Arm's bf16), fp32 on other CPUs and on MPS, and "
+        "fp64 for fp64 weights. fp16 on CPUs is slow",
     )
     ns_eps: float = _option(
-        _NONNEGATIVE, "added to the norm, after the matrix was divided by its largest magnitude"
+        _NONNEGATIVE, "added to the norm after the matrix is divided by its largest magnitude"
     )
     ns_eps_absolute: Optional[float] = _option(
         _optional(*_NONNEGATIVE[:2]),
-        "added to the norm itself, as the sources have it: smaller gradients make smaller updates",
+        "added to the norm of the matrix itself, as in most other Muons, so that smaller gradients "
+        "make smaller updates",
     )
     ns_norm_factor: Optional[float] = _option(
         _optional(_is_positive, "a finite number > 0"),
-        "the norm is multiplied with this; None takes what the coefficients come with: 1.02 for "
-        "Polar Express, 1 for others",
+        "factor on the norm. None means 1.02 for Polar Express, and 1 for other coefficients",
     )
     ns_equilibrate: bool = _option(
         _BOOL,
-        "first scale each row of a matrix, as stored, to the root mean square of the rows' norms "
-        "([MuonEq](https://arxiv.org/abs/2603.28254), as nanochat has it)",
+        "True to first scale each row of a matrix, as stored, to the root mean square of the rows' "
+        "norms ([MuonEq](https://arxiv.org/abs/2603.28254), as in nanochat)",
     )
     ns_renormalize: bool = _option(
         _BOOL,
-        "scale `U` to the Frobenius norm `sqrt(min(rows, cols))` "
+        "True to scale `U` to the Frobenius norm `sqrt(min(rows, cols))` "
         "([Muon+](https://arxiv.org/abs/2602.21545))",
     )
     beta2: Optional[float] = _option(
@@ -236,36 +238,38 @@ class Group:
     )
     second_moment_side: str = _option(
         one_of("longer", "rows"),
-        "the second moment has one number for each index of a matrix's longer side, as nanochat "
-        'has it; with `"rows"` one for each row, of wide matrices too, as dion\'s NorMuon',
+        'dimension of the second moment: `"longer"` has one number per index of a matrix\'s longer '
+        'side, as in nanochat; `"rows"` has one per row, also for wide matrices, as in dion\'s '
+        "NorMuon",
     )
     cautious: bool = _option(
-        _BOOL, "decay a weight only where the update does not move it away from zero"
+        _BOOL, "True to decay a weight only where the update does not move it away from zero"
     )
     decay_lr: str = _option(
-        one_of("base", "adjusted"), 'decay by `lr`; `"adjusted"`: by `lr·scale`'
+        one_of("base", "adjusted"), '`"base"` decays by `lr`, `"adjusted"` by `lr·scale`'
     )
     momentum_dtype: Optional[torch.dtype] = _option(
         _OPTIONAL_DTYPE,
-        "dtype of the momentum buffer; None takes the gradient's, or fp32 where `weight_rounding` "
-        "updates bf16 weights in fp32, or where a parameter takes gradients of any dtype (torch's "
-        "`grad_dtype=None`), of which ZeRO-2 makes the averages in fp32, too",
+        "dtype of the momentum buffer. None means the gradient's dtype, but fp32 if "
+        "`weight_rounding` updates bf16 weights in fp32, or if a parameter accepts gradients of "
+        "any dtype (torch's `grad_dtype=None`), which ZeRO-2 then averages in fp32",
     )
     weight_rounding: str = _option(
         one_of(*ROUNDINGS),
-        'how updated bf16 weights are rounded, AdamW\'s too: `"exact"` keeps 16 more bits of each '
-        'weight as state, so that steps are those of fp32 weights; `"stochastic"` rounds at random',
+        'how updated bf16 weights are rounded, including AdamW\'s. `"exact"` keeps 16 more bits of '
+        'each weight as state, so that steps equal those of fp32 weights. `"stochastic"` rounds at '
+        "random",
     )
     missing_grad: str = _option(
         one_of("raise", "zero"),
-        '`"raise"` raises where only some ranks of a sharded matrix have a gradient, and skips a '
-        'matrix that has none on any rank; `"zero"` counts absent gradients as zeros',
+        '`"raise"` raises if only some ranks of a sharded matrix have a gradient, and skips a '
+        'matrix without a gradient on any rank. `"zero"` treats missing gradients as zeros',
     )
     expert_keys: Optional[Sequence[str]] = _option(
         _optional(
             lambda value: _are(value, lambda key: isinstance(key, str)), "a list of name components"
         ),
-        "components of names that hold stacked experts `(…, rows, cols)`; needs names",
+        "components of parameter names that mark stacked experts `(…, rows, cols)`; needs names",
     )
     split: Any = _option(
         Option(
@@ -273,41 +277,43 @@ class Group:
             "None, a list of row counts, a number of rows, the notation of axes, or a mapping from "
             "name patterns to any of these",
         ),
-        "one tensor as several matrices: a list of row counts, an int (every so many rows), "
-        "[the notation below](#split-by-axes), or a mapping from a name pattern to any of these",
+        "splits a tensor into matrices: a list of row counts, an int (rows of each matrix), "
+        "[the notation below](#split-by-axes), or a mapping from name patterns to any of these",
     )
     flatten: bool = _option(
-        _BOOL, "tensors of more than two dimensions as (dim 0, rest): convolutions"
+        _BOOL,
+        "True to read tensors of more than two dimensions, such as convolutions, as (dim 0, all "
+        "the rest)",
     )
-    maximize: bool = _option(_BOOL, "as in torch.optim")
+    maximize: bool = _option(_BOOL, "True to maximize the objective, as in torch.optim")
     capturable: bool = _option(
         _BOOL,
-        "as in torch.optim: the step may be captured in a CUDA graph; gradients stay where they "
-        "are; only without traffic between ranks and without CPU offload",
+        "True if a CUDA graph may capture the step, as in torch.optim. Gradients stay in place. "
+        "Not with traffic between ranks or CPU offload",
     )
 
     def name_of(self, index: int) -> str:
-        """What messages call a parameter: its FQN, or its place in the groups."""
+        """Returns what messages call a parameter: its FQN, or its place in the group."""
         return self.names[index] if self.names is not None else f"{self.where}['params'][{index}]"
 
     def takes_part(self, param: Tensor) -> bool:
-        """Whether this step updates a parameter of the group."""
+        """Returns True if this step updates a parameter of the group."""
         return param.requires_grad and (param.grad is not None or self.missing_grad == "zero")
 
     def updates_in_fp32(self, dtype: torch.dtype) -> bool:
-        """Whether weights of that dtype are updated in fp32, and rounded by `weight_rounding`."""
+        """Returns True if weights of that dtype are updated in fp32 and rounded afterwards."""
         return self.weight_rounding != "nearest" and dtype == torch.bfloat16
 
     def taking_part(self) -> list[Tensor]:
-        """The parameters that this step updates."""
+        """Returns the parameters that this step updates."""
         zero = self.missing_grad == "zero"
         return [p for p in self.params if p.requires_grad and (zero or p.grad is not None)]
 
     def validate(self, changed: Optional[Collection[str]] = None) -> None:
-        """Checks every option; a ValueError says its key, what was found and what is accepted.
+        """Raises ValueError if an option is invalid.
 
         Args:
-            changed: keys of the group that have changed since it was checked; None for all.
+            changed: keys that have changed since the last check; None checks all.
         """
         only = changed if changed is not None and _ALONE.issuperset(changed) else None
         for key, option in {"use_muon": _BOOL, **GROUP_OPTIONS}.items():
@@ -318,7 +324,7 @@ class Group:
         if self.capturable and self.weight_rounding == "stochastic":
             raise ValueError(
                 f"{self.where}: weight_rounding='stochastic' is not capturable, as a graph would "
-                "replay the random numbers of one step; 'exact' is"
+                "repeat one step's random numbers: use 'exact', or set capturable=False"
             )
         try:
             newton_schulz.resolve(self.ns_coefficients, self.ns_steps)
@@ -339,12 +345,12 @@ def _options_of(dataclass_type: Any) -> dict[str, Option]:
 
 GROUP_OPTIONS = _options_of(Group)
 
-# Keys that schedules change, and of which no other check depends.
+# Keys that schedules change, and that can be checked without any others.
 _ALONE = frozenset({"lr", "weight_decay", "momentum", "rounding_step"})
 
 
 def checked_keys(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What `changed_keys` compares with the group later; lists may be changed in place."""
+    """Copies a group for `changed_keys`, since lists may be changed in place."""
     return {
         key: copy.deepcopy(value)
         if key in GROUP_OPTIONS and not isinstance(value, Tensor)
@@ -355,12 +361,12 @@ def checked_keys(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(group: Mapping[str, Any], checked: Mapping[str, Any]) -> list[str]:
-    """The keys of a group, but ``params``, whose values are others than when it was checked."""
+    """Returns the keys of a group, except ``params``, whose values have changed since a check."""
     changed = []
     for key, value in group.items():
         if key == "params":
             continue
-        before = checked.get(key, checked)  # itself is no value of it
+        before = checked.get(key, checked)  # a default that equals no value
         is_same = value is before or (key in GROUP_OPTIONS and _is_equal(value, before))
         # The number in a tensor may have changed.
         if not is_same or (key == "lr" and isinstance(value, Tensor)):
@@ -373,13 +379,12 @@ def _is_equal(value: Any, before: Any) -> bool:
         return (
             type(value) is type(before) and not isinstance(value, Tensor) and bool(value == before)
         )
-    except Exception:  # of garbage, which is refused when it is checked
+    except Exception:  # comparing an invalid value may raise; its check comes later
         return False
 
 
 def settle_steps(group: dict[str, Any], is_explicit: bool) -> None:
-    """Lets coefficients that were made for a count of iterations set ``ns_steps`` where the caller
-    has not set that explicitly."""
+    """Sets ``ns_steps`` to the number of iterations of the coefficients, unless it is explicit."""
     coefficients, families = group.get("ns_coefficients"), newton_schulz.FAMILIES
     is_list = isinstance(coefficients, (list, tuple)) and not newton_schulz.is_triple(coefficients)
     if not is_explicit and is_list and coefficients:
@@ -392,83 +397,82 @@ def settle_steps(group: dict[str, Any], is_explicit: bool) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options that hold for all groups; the constructor's arguments of these names.
+    """Options for all groups, with the names of the constructor's arguments.
 
-    Ranks compare these options, and of a process group its ranks.
+    Ranks compare these options, and the ranks in the process group.
 
     Args:
         replicas: the ranks of the process group.
-        streams_state: whether state comes from host memory: `Muon.turn_on_cpu_offload`.
+        streams_state: True if state comes from host memory (`Muon.turn_on_cpu_offload`).
     """
 
-    debug: bool = _option(_BOOL, "logs the plan")
+    debug: bool = _option(_BOOL, "True to log the plan")
     warmup_step: int = _option(
         Option(lambda value: is_int(value) and value >= 0, "an int ≥ 0"),
-        "the most chunks of a [lane](how-it-works.md#names) that may be in flight beside the one "
-        "that is orthogonalized; smaller values of this and of `chunk_size` take less memory",
+        "the most chunks of a [lane](how-it-works.md#names) in flight besides the one that is "
+        "being orthogonalized; smaller values of this and of `chunk_size` need less memory",
     )
     chunk_size: int = _option(
         Option(lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1"),
-        "the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the bounds on "
-        "bytes, and a number lifts the one on batches",
+        "the most matrices that a rank orthogonalizes per chunk; −1 limits chunks only by bytes",
     )
     use_distributed_muon: bool = _option(
         _BOOL,
-        "every rank gathers and orthogonalizes everything, one parameter after the other, as a "
-        "plain reference: not with `beta2`, `weight_rounding`, `capturable`, `clip_config`, "
-        "`process_group`, CPU offload or an audit",
+        "True for a plain reference, in which every rank gathers and orthogonalizes everything, "
+        "one parameter after another; not with `beta2`, `weight_rounding`, `capturable`, "
+        "`clip_config`, `process_group`, CPU offload or an audit",
     )
     exact: bool = _option(
         _BOOL,
-        "arithmetic and wire in fp32 (fp64 for fp64 weights): steps of Muon's matrices have the "
-        "same bits on every layout; `ns_dtype` and `comm_dtype` may then be fp32 or fp64",
+        "True for arithmetic and wire in fp32 (fp64 for fp64 weights): steps of Muon's matrices "
+        "are bit-identical on every layout. `ns_dtype` and `comm_dtype` may then be fp32 or fp64",
     )
     comm_dtype: Optional[torch.dtype] = _option(
         _OPTIONAL_WIRE,
-        "dtype in which momentum and updates travel; bf16, fp32 or fp64; None is bf16, but fp64 "
-        "where the arithmetic has it",
+        "dtype of the wire, in which momentum and updates travel: bf16, fp32 or fp64. None means "
+        "bf16, or fp64 if the arithmetic is fp64",
     )
     consistency_check: str = _option(
         Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}"),
-        'when ranks [compare notes](layouts.md#ranks-agree-first): before every step; `"plan"`: '
-        "before the first one and where parameters that all ranks share, or options of their plan, "
-        'have changed; `"off"`: never',
+        'when ranks [compare notes](layouts.md#ranks-agree-first): `"step"`, before every step; '
+        '`"plan"`, before the first step and after a change of parameters that all ranks share, or '
+        'of options of their plan; `"off"`, never',
     )
     hsdp: str = _option(
         Option(lambda value: value in hsdp.MODES, f"one of {hsdp.MODES}"),
-        'whether replicas of shards share the work (`"spread"`) or each does all of it '
-        '(`"redundant"`)',
+        'how replicas of shards work: they share the work (`"spread"`), each does all of it '
+        '(`"redundant"`), or whichever is expected to be faster (`"auto"`)',
     )
     staging_bytes: Optional[int] = _option(
-        # `is_number` is False for an int that no float is as large as.
+        # `is_number` is False for an int too large for a float.
         _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0"),
-        "how many bytes a rank gathers in a chunk, unless one matrix has more; None is 64 MiB on "
+        "bytes that a rank gathers per chunk, unless one matrix is larger. None means 64 MiB on "
         "accelerators and 1 MiB on CPUs",
     )
     triton: bool = _option(
         _BOOL,
-        "whether Triton's kernels do a step's arithmetic on accelerators, or torch's operations, "
-        "which take longer and need no C compiler",
+        "True to use Triton kernels on accelerators; False to use torch's operations, which are "
+        "slower but need no C compiler",
     )
     grad_reduce: Optional[str] = _option(
         Option(lambda value: value in (None, "mean"), "one of None or 'mean'"),
-        '`"mean"` averages the gradients of the ranks of `process_group` in the step (ZeRO-2)',
+        '`"mean"` averages gradients over the ranks of `process_group` in the step (ZeRO-2)',
     )
     replicas: Optional[Replicas] = None
     streams_state: bool = False
 
     @property
     def replica_ranks(self) -> Optional[agreement.Ranks]:
-        """The ranks of the process group, ascending."""
+        """The ranks of the process group, ascending; None without one."""
         return None if self.replicas is None else tuple(sorted(self.replicas.ranks))
 
     @property
     def zero2_replicas(self) -> Optional[Replicas]:
-        """The ranks that divide all state by rows, AdamW's too, and average gradients: ZeRO-2."""
+        """In ZeRO-2, the ranks that average gradients and divide all state by rows; else None."""
         return self.replicas if self.grad_reduce is not None else None
 
     def validate(self) -> None:
-        """Checks these options, as `Group.validate` does those of a group."""
+        """Raises ValueError if an option is invalid."""
         for key, option in SETTINGS.items():
             option.check(key, getattr(self, key))
         if self.exact and self.comm_dtype not in (None, *EXACT_DTYPES):
@@ -477,24 +481,24 @@ class Settings:
             self.replicas.check_alive()
         elif self.grad_reduce is not None:
             raise ValueError(
-                f"grad_reduce={self.grad_reduce!r} averages gradients over a process group: give "
+                f"grad_reduce={self.grad_reduce!r} averages gradients over a process group: pass "
                 "process_group, for example torch.distributed.group.WORLD, which is None before "
-                "init_process_group. One that was pickled has lost it: optim.process_group = ..."
+                "init_process_group. Pickles omit it: after loading one, optim.process_group = ..."
             )
 
 
 SETTINGS = _options_of(Settings)
 
-# Arguments of `Muon` that hold for all groups and are no settings, and what they mean.
+# Other arguments of `Muon` for all groups, and their meaning.
 OTHER_ARGUMENTS = {
-    "process_group": "the ranks that hold the same plain parameters: "
+    "process_group": "the ranks that have replicas of the plain parameters: "
     "[DDP and ZeRO-2](layouts.md#ddp-and-zero-2)",
-    "clip_config": "[QK-Clip](offload-and-qk-clip.md#qk-clip)",
-    "ns_options": "rare knobs of the iteration in one mapping, which [groups](#ns_options) have as "
-    "keys of their own",
+    "clip_config": "options of [QK-Clip](offload-and-qk-clip.md#qk-clip)",
+    "ns_options": "rarely used options of the iteration, as one mapping; in "
+    "[groups](#ns_options) they are separate keys",
 }
 
-# Rare options of the iteration, which are keys of groups and, without ``ns_``, of ``ns_options``.
+# Rare options of the iteration: keys of groups and, without ``ns_``, of ``ns_options``.
 NS_OPTIONS = ("algorithm", "eps", "eps_absolute", "norm_factor", "equilibrate", "renormalize")
 NS_DEFAULTS = {
     "ns_algorithm": "auto",
@@ -505,25 +509,25 @@ NS_DEFAULTS = {
     "ns_renormalize": False,
 }
 
-# What is refused as a key of a group, and what `Muon` accepts.
+# Arguments that are not keys of groups, and all arguments of `Muon`.
 CONSTRUCTOR_ONLY = (*SETTINGS, *OTHER_ARGUMENTS)
 ARGUMENTS = frozenset({"params", *GROUP_OPTIONS, *CONSTRUCTOR_ONLY} - NS_DEFAULTS.keys())
 
 
 def read_ns_options(ns_options: Any) -> dict[str, Any]:
-    """The keys of groups that ``ns_options`` sets, and the defaults of the others.
+    """Returns the group keys that ``ns_options`` sets, with defaults for the others.
 
     Raises:
-        ValueError: no mapping, or a key that means nothing.
+        ValueError: if ``ns_options`` is not a mapping, or a key is unknown.
     """
     if ns_options is not None and not isinstance(ns_options, Mapping):
         raise ValueError(f"ns_options must be None or a mapping, found {ns_options!r}")
     for key in ns_options or {}:
         if key not in NS_OPTIONS:
-            raise ValueError(f"ns_options has a key {key!r}; it takes {', '.join(NS_OPTIONS)}")
+            raise ValueError(f"ns_options has {key!r}; its keys are {', '.join(NS_OPTIONS)}")
     return {**NS_DEFAULTS, **{f"ns_{key}": value for key, value in (ns_options or {}).items()}}
 
 
 def is_exact(group: Group, settings: Settings) -> bool:
-    """Whether the group is in exact mode: the same bits on every layout and machine."""
+    """Returns True if the group is in exact mode: the same bits on every layout and machine."""
     return settings.exact or {group.ns_dtype, settings.comm_dtype} <= {*EXACT_DTYPES}

@@ -1,4 +1,4 @@
-"""Notices parameters that a model has replaced since groups were made, as fully_shard does."""
+"""Detects parameters that the model has replaced since groups were made, as fully_shard does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .options import Group
 
 
 class ModelNames(list[str]):
-    """Names of a model's parameters, in a group, which remember the model.
+    """A group's list of parameter names that keeps a weak reference to the model.
 
-    The names remember it, and not the parameters: torch can't convert or move a DTensor that
-    anything refers to weakly. Copies and pickles are plain lists.
+    Parameters can't keep it: torch can't convert or move a DTensor that has weak references. Copies
+    and pickles are plain lists.
     """
 
     def __init__(self, names: Iterable[str], model: nn.Module):
@@ -28,10 +28,10 @@ class ModelNames(list[str]):
 
 
 def check_not_replaced(groups: Sequence[Group]) -> None:
-    """Checks of parameters without a gradient that the model holds no others in their places.
+    """Raises ValueError if the model has replaced a parameter that has no gradient.
 
-    Others that the groups have, too, are trained: tied weights, or a larger embedding that
-    `add_param_group` was given.
+    A replacement that is also in the groups is fine: tied weights, or a larger embedding that was
+    passed to `add_param_group`.
     """
     for group in groups:
         model = group.names.model() if isinstance(group.names, ModelNames) else None
@@ -44,17 +44,16 @@ def check_not_replaced(groups: Sequence[Group]) -> None:
             other = _replacement_of(param, model, name)
             if other is not None and not any(p is other for g in groups for p in g.params):
                 raise ValueError(
-                    f"step() found no gradient on {name}, and by now the model holds another "
-                    f"parameter as {name} than its groups: make the groups and the optimizer after "
-                    "fully_shard, .to_empty() or whatever replaced it"
+                    f"step() found no gradient on {name}, and the model now has another parameter "
+                    "of this name than the groups: make the groups and the optimizer after "
+                    "fully_shard, .to_empty() or anything else that replaces parameters"
                 )
 
 
 def _replacement_of(param: Tensor, model: nn.Module, name: str) -> Optional[Tensor]:
-    """The parameter that the model has in the place of ``param`` by now, or None.
+    """Returns the parameter that the model now has in place of ``param``, or None.
 
-    FSDP2 puts unsharded parameters into modules for a while: these do not count, as the sharded
-    ones come back.
+    Unsharded parameters, which FSDP2 registers temporarily, do not count.
     """
     path, _, attribute = name.rpartition(".")
     try:

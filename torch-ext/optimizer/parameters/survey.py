@@ -1,6 +1,6 @@
-"""Surveys the parameter groups: the matrices, their sharding, the ranks that share them.
+"""Surveys the parameter groups: the matrices, their sharding, and the ranks that share them.
 
-A plan is made from a survey, in which tensors have become entries: pure data.
+Plans are made from a survey, which describes tensors as entries: pure data.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from . import validation
 from .names import has_component, matches
 from .options import EXACT_DTYPES, STRUCTURE, Group, Settings, is_exact
 
-# The options of which a change makes the next step plan and check state anew; beside these,
-# `_facts` has whether there is a beta2.
+# After a change of these options, or of whether there is a beta2, the next step makes a new plan
+# and checks state again.
 _PLANNED = (
     *("use_muon", "capturable", "adjust_lr", "momentum_dtype", *STRUCTURE),
     "weight_rounding",
@@ -37,12 +37,13 @@ _PLANNED = (
 
 @dataclass
 class Shared:
-    """What the ranks of one set share, beside hyperparameters that no plan depends on.
+    """Everything that the ranks of one set share, except hyperparameters that no plan depends on.
 
     Args:
-        lines: one for each parameter.
-        groups: by number of a group of these parameters, the name of its first parameter, since
-            ranks may number groups differently, and the options that a plan depends on.
+        lines: a description of each parameter.
+        groups: maps the number of each group with such parameters to the name of its first
+            parameter, since ranks may number groups differently, and to the options that a plan
+            depends on.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -51,14 +52,15 @@ class Shared:
 
 @dataclass
 class Survey:
-    """What there is to plan, until it changes.
+    """The input of plans, valid until the groups change.
 
     Args:
-        facts: of each group, what the survey was made from.
-        names: of each group, what messages call its parameters.
-        entries: of each group, its parameters as a plan sees them; None for AdamW's.
-        shared: by the ranks of every mesh that a parameter is on, and of the process group.
-        planners: of the trainable entries, by whether state is streamed.
+        facts: for each group, everything that the survey depends on.
+        names: for each group, what messages call its parameters.
+        entries: for each group, its parameters as a plan sees them; None for AdamW's.
+        shared: by ranks, what they share: the ranks of each parameter's mesh, and of the process
+            group.
+        planners: planners of the trainable entries, by ``streams_state``.
     """
 
     facts: list[tuple]
@@ -72,20 +74,20 @@ class Survey:
         return [entry for entries in self.entries for entry in entries if entry is not None]
 
     def structure(self, settings: Settings) -> dict[agreement.Ranks, Any]:
-        """What this rank shares with each set of ranks."""
+        """Returns what this rank shares with each set of ranks."""
         return {ranks: (shared, settings.streams_state) for ranks, shared in self.shared.items()}
 
     def plan(self, groups: Sequence[Group], settings: Settings) -> tuple[Plan, frozenset[int]]:
-        """The plan of a step, and which of its entries take no part, for lack of a gradient."""
+        """Returns the plan of a step, and the numbers of its entries without a gradient."""
         planner = self.planner(groups, settings)
         params = [(groups[e.group].params[e.index], groups[e.group]) for e in planner.entries]
         absent = frozenset(
-            [n for n, (p, of) in enumerate(params) if p.grad is None and of.missing_grad != "zero"]
+            [n for n, (p, g) in enumerate(params) if p.grad is None and g.missing_grad != "zero"]
         )
         return planner.plan(absent), absent
 
     def planner(self, groups: Sequence[Group], settings: Settings) -> Planner:
-        """Makes the plans of this survey's steps."""
+        """Returns the planner for this survey's steps."""
         if settings.streams_state not in self.planners:
             trainable = [
                 entry
@@ -104,31 +106,30 @@ class Survey:
         return self.planners[settings.streams_state]
 
 
-NO_SURVEY = Survey([()], [], [])  # facts that no groups have, so that the next survey is made
+NO_SURVEY = Survey([()], [], [])  # its facts differ from those of any groups
 
 
 _planned_of = operator.attrgetter(*_PLANNED)
 
 
 def _facts(group: Group) -> tuple:
-    """All that a survey of a group depends on, comparable, cheap enough for every step; the options
-    come last."""
+    """Returns everything that a group's survey depends on, options last. Runs in every step."""
     options = (*_planned_of(group), group.beta2 is None)
     return dtensors.facts_of(group.params), group.names, options
 
 
 def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> Survey:
-    """Surveys all groups; returns the last survey where nothing has changed.
+    """Surveys all groups; returns the last survey if nothing has changed.
 
     Raises:
-        ValueError: wrong names or parameters, matrices that can't be read as asked for.
+        ValueError: if names, parameters, or options on how to read matrices are invalid.
     """
     facts = [_facts(group) for group in groups]
     if facts == last.facts:
         return last
-    facts = [(params, copy.copy(names), copy.deepcopy(own)) for params, names, own in facts]
-    survey = Survey(facts, [], [])  # with copies, since lists may be changed in place
-    seen: Counter[str] = Counter()  # two models in one optimizer may use the same names
+    facts = [(params, copy.copy(names), copy.deepcopy(opts)) for params, names, opts in facts]
+    survey = Survey(facts, [], [])  # with copies, since lists may change in place
+    seen: Counter[str] = Counter()  # two models in one optimizer may have the same names
     for number, group in enumerate(groups):
         names: list[str] = []
         entries: list[Optional[Entry]] = []
@@ -159,12 +160,12 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
 def _line(
     name: str, param: Tensor, group: Group, entry: Optional[Entry], settings: Settings
 ) -> str:
-    """A parameter in words, which must be the same on all ranks that share it."""
+    """Describes a parameter; the text must be the same on all ranks that share it."""
     line = f"{name}: {tuple(param.shape)} {param.dtype} {dtensors.describe(param)}"
     dtype = dtensors.grad_dtype(param)
     if dtype != param.dtype:
         line += f", gradients {dtype}"
-    if entry is not None and group.ns_dtype is None and not settings.exact:  # each asks its machine
+    if entry is not None and group.ns_dtype is None and not settings.exact:  # depends on hardware
         line += f", ns_dtype=None means {entry.recipe.dtype} here"
     if entry is not None and entry.device.type in triton_kernels.DEVICE_TYPES and settings.triton:
         line += f", Triton is {'' if triton_kernels.is_installed() else 'not '}installed here"
@@ -172,10 +173,10 @@ def _line(
 
 
 def entries_of(group: Group, number: int, settings: Settings) -> list[Optional[Entry]]:
-    """A group's parameters as a plan sees them, all of them checked; None for AdamW's.
+    """Checks a group's parameters; returns them as a plan sees them, with None for AdamW's.
 
     Raises:
-        ValueError: wrong names or parameters, matrices that can't be read as asked for.
+        ValueError: if names, parameters, or options on how to read matrices are invalid.
     """
     validation.check_params(group, settings)
     if not group.use_muon:
@@ -224,9 +225,9 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
 
 
 def _check_shard(param: Tensor, name: str) -> None:
-    """Checks that this rank holds the part of a DTensor that its placements say.
+    """Checks that this rank's shard of a DTensor has the shape that its placements imply.
 
-    Only a rank that holds another part can see that: a step checks it, where all ranks hear of it.
+    Only some ranks may see a mismatch, so a step checks it, which reports errors to all ranks.
     """
     sharding, rank = dtensors.sharding_of(param), dtensors.this_rank()
     if sharding is None or rank not in sharding.ranks:
@@ -234,16 +235,16 @@ def _check_shard(param: Tensor, name: str) -> None:
     expected, held = regions.shape_of(sharding.region(param.shape, rank)), dtensors.raw_local(param)
     if not regions.is_same_shape(held.shape, expected):
         raise ValueError(
-            f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "
-            f"it holds {tuple(held.shape)}: shards must be cut as torch.chunk does"
+            f"{name} is {dtensors.describe(param)}, so this rank's shard should have shape "
+            f"{expected}, but it has {tuple(held.shape)}: cut shards as torch.chunk does"
         )
 
 
 def matrices_of(group: Group, index: int) -> Matrices:
-    """How a parameter of a Muon group is read as matrices.
+    """Returns how a parameter of a Muon group is read as matrices.
 
     Raises:
-        ValueError: not a matrix; names missing where experts or name patterns need them.
+        ValueError: if it is not a matrix, or if options need names and there are none.
     """
     shape, names = group.params[index].shape, group.names
     by_pattern = isinstance(group.split, Mapping)
@@ -266,12 +267,10 @@ def read_by_options(
     split: Any,
     flatten: bool,
 ) -> Matrices:
-    """The matrices of the parameter ``name``, as a group's options have it read.
+    """Reads a parameter as matrices, with a group's options.
 
-    Of a ``split`` by patterns the first one counts that `matches` the name.
-
-    Raises:
-        ValueError: as `read_as_matrices`.
+    In a ``split`` by patterns, the first pattern that `matches` the name counts. Raises ValueError
+    as `read_as_matrices` does.
     """
     is_expert = len(shape) > 2 and name is not None and has_component(name, expert_keys)
     if isinstance(split, Mapping):
@@ -281,12 +280,12 @@ def read_by_options(
 
 
 def shared_with(param: Tensor, settings: Settings) -> Optional[agreement.Ranks]:
-    """The ranks that a parameter is shared with: of its mesh, or of the process group."""
+    """Returns the ranks that share a parameter: those of its mesh, or of the process group."""
     return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else settings.replica_ranks
 
 
 def has_replicas(params: Iterable[Tensor], settings: Settings) -> bool:
-    """Whether other ranks hold the same part of one of these parameters as this rank."""
+    """Returns True if another rank holds the same shard of any of these parameters."""
     rank, replicas = dtensors.this_rank(), settings.replica_ranks
     shardings = map(dtensors.sharding_of, params)
     return any(
@@ -296,12 +295,12 @@ def has_replicas(params: Iterable[Tensor], settings: Settings) -> bool:
 
 
 def sets_of(params: Iterable[Tensor], settings: Settings) -> set[agreement.Ranks]:
-    """The sets of ranks that share these parameters with this rank."""
+    """Returns the sets of ranks that share these parameters with this rank."""
     sets = {shared_with(param, settings) for param in params}
     return with_replicas({ranks for ranks in sets if ranks is not None}, settings)
 
 
 def with_replicas(sets: set[agreement.Ranks], settings: Settings) -> set[agreement.Ranks]:
-    """Adds the ranks of the process group, even if this rank holds none of their parameters."""
+    """Adds the ranks of the process group, even if this rank has no replicated parameters."""
     replicas = settings.replica_ranks
     return sets if replicas is None else {*sets, replicas}

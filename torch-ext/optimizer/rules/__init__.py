@@ -1,1 +1,1 @@
-"""Decides what each parameter of a model is: expert, head, embedding, fused projection, kernel."""
+"""Decides what each parameter of a model is: matrix, expert, head, embedding, fused projection."""

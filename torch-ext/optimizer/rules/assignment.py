@@ -1,5 +1,7 @@
-"""Assigns every parameter of a model to Muon or AdamW, and says how Muon reads it: the decisions
-that `Muon.for_model` takes and `describe` shows."""
+"""Assigns every parameter of a model to Muon or AdamW, and decides how Muon reads it.
+
+`Muon.for_model` applies these decisions, and `describe` shows them.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +28,32 @@ from .modules import Decision, ParamInfos, component_of, infos_of, is_paired_row
 
 AUTO = "auto"
 
-# Tensors of three dimensions that nobody can tell matrices of are worth a word if they are at least
-# this share of what is trained.
+# Warn about three-dimensional tensors of unknown meaning if they are at least this share of all
+# trainable elements.
 _SHARE_OF_STACKS = 0.01
 
 
 class Undecided(NamedTuple):
-    """Why a parameter is AdamW's although it may be Muon's."""
+    """A parameter that is left to AdamW although it may be Muon's."""
 
     kind: str  # "stack", "pair", "head" or "fused"
     name: str
-    what: str  # what it holds, or may be
+    what: str  # what the parameter holds, or may be
     write: str  # the argument of `Muon.for_model` that decides
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which algorithm trains each parameter of a model, and how Muon reads its own.
+    """Which algorithm trains each parameter of a model, and how Muon reads its parameters.
 
     Args:
         model: the model.
-        infos: where it registers its parameters.
-        decisions: for all parameters, in the model's order.
-        expert_keys: components of names that hold stacked experts.
+        infos: where the model registers its parameters.
+        decisions: decisions for all parameters, in the model's order.
+        expert_keys: components of names that mark stacked experts.
         split: the ``split`` of `Muon`.
-        undecided: parameters that are AdamW's because nothing tells what they are.
-        whole: names of projections whose heads ``per_head`` leaves together: nothing tells of them.
+        undecided: parameters that are left to AdamW because their meaning is unknown.
+        whole: names of projections that ``per_head`` leaves whole because their heads are unknown.
     """
 
     model: nn.Module
@@ -72,10 +74,10 @@ def assign(
     split: Any = AUTO,
     per_head: bool = False,
 ) -> Assignment:
-    """Decides about a model; the arguments are those of `Muon.for_model`.
+    """Makes the assignment for a model; arguments are as in `Muon.for_model`.
 
     Raises:
-        ValueError: as `decide`; ``per_head`` with a ``split`` for all parameters.
+        ValueError: as `decide`, or if ``per_head`` comes with a ``split`` for all parameters.
     """
     is_found = split == AUTO or isinstance(split, Mapping)
     if per_head and not is_found:
@@ -87,7 +89,7 @@ def assign(
     infos, keys = infos_of(model), list(named or ())
     if expert_keys == AUTO or named:
         keys += dict.fromkeys(stacked_experts(model, infos, decisions).values())
-    if len(keys) > len(named or ()):  # decide again: they may change what is taken for a head
+    if len(keys) > len(named or ()):  # decide again, as keys may change which layers are heads
         decisions = decide(model, is_muon_func, keys, adamws, convolutions)
     undecided: list[Undecided] = []
     if is_muon_func is default_is_muon:
@@ -113,7 +115,7 @@ def assign(
 
 
 def _stacks(model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]) -> list[Undecided]:
-    """Tensors of three dimensions that are neither convolutions nor known to be experts."""
+    """Returns three-dimensional tensors that are neither convolutions nor known to be experts."""
     trained = sum(d.param.numel() for d in decisions if d.algorithm != "frozen")
     experts = stacked_experts(model, infos, decisions)
     stacks = [
@@ -134,7 +136,7 @@ def _stacks(model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]) 
 
 
 def _pairs(infos: ParamInfos, decisions: Sequence[Decision]) -> list[Undecided]:
-    """Gate and up projections whose rows lie beside each other, which no ``split`` parts."""
+    """Returns gate and up projections with interleaved rows, which no ``split`` can separate."""
     what = "gate and up projection, row beside row in one tensor"
     return [
         Undecided("pair", d.name, what, "storing it as (2, rows, columns)")
@@ -160,9 +162,12 @@ def parted(
     muons: Iterable[Decision],
     per_head: bool,
 ) -> tuple[dict[str, Fused], list[Undecided], list[str]]:
-    """Those of Muon's weights that hold several matrices, by key, and those of unknown sizes; with
-    ``per_head`` also projections that hold several heads, and names of those with heads of unknown
-    sizes."""
+    """Finds Muon's weights that hold several matrices or, with ``per_head``, several heads.
+
+    Returns:
+        These weights by key; weights that hold matrices of unknown sizes; and, with ``per_head``,
+        names of projections that hold heads of unknown sizes.
+    """
     found: dict[str, Fused] = {}
     unknown, whole = [], []
     read = heads_in if per_head else fused_in

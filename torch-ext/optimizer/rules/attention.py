@@ -1,7 +1,7 @@
-"""Finds the size of a head in query, key and value projections, which ``per_head`` parts by it.
+"""Finds the head size of query, key and value projections, for ``per_head``.
 
-The attention's module tells it, or the configuration: the size itself, or a count of heads. What
-the configuration tells has to fit the rows. Nothing is concluded from the rows alone.
+The size, or a number of heads, comes from the attention module or the config. A config's values
+must fit the rows. Rows alone are never enough.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .modules import (
     size_in,
 )
 
-# Finds a size that modules or configurations call by one of some keys.
+# Finds a size that modules or configs have under one of the keys.
 SizeOf = Callable[[Sequence[str]], Optional[int]]
 
-# What configurations and modules call their numbers of attention heads, and the size of one.
+# Names in configs and modules for numbers of attention heads, and for the size of one.
 HEADS = ["num_attention_heads", "num_heads", "n_heads", "n_head", "nheads"]
 HEADS += ["heads", "num_attn_heads", "nhead", "num_q_heads", "num_query_heads"]
 KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_heads"]
@@ -36,7 +36,7 @@ QUERY_DIM = ["qk_head_dim", "q_head_dim", "head_k_dim", *HEAD_DIM]
 VALUES_ALONE = ["v_head_dim", "head_v_dim"]
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 
-# By what a name calls it, whether a projection gives queries, keys, values, or two of them.
+# By word in a projection's name, its outputs: queries, keys, values, or two of them.
 _KINDS = {"q": "q", "query": "q", "queries": "q", "k": "k", "v": "v", "qk": "qk", "kv": "kv"}
 _KINDS |= {"key": "k", "keys": "k", "value": "v", "values": "v", "key_value": "kv"}
 _PROJECTION = re.compile(
@@ -45,26 +45,26 @@ _PROJECTION = re.compile(
     r"(_?proj|_projection|_lin|_linear|_layer|_net|_global|)(?:_weight)?",
     re.IGNORECASE,
 )
-# Latent attention, and indexers of sparse attention, have two query projections in turn, of which
-# the second gives heads.
+# Latent attention, and indexers of sparse attention, have two consecutive query projections. The
+# second one outputs heads.
 _SECOND_QUERIES = ("q_b_proj", "wq_b")
 
 
 def projection_head(
     model: nn.Module, info: ParamInfo, weight: str, rows: int, ndim: int = 2
 ) -> Optional[int]:
-    """Rows of one head of a projection, 0 if nothing tells; None if the weight is none.
+    """Returns the rows of one head of a projection, or 0 if unknown; None if it is no projection.
 
     Args:
-        weight: the last component of its name that says something.
-        rows: its outputs, in all.
-        ndim: its dimensions; nothing tells how heads lie in more than two.
+        weight: the weight's name, as of `fused`.
+        rows: the total number of outputs.
+        ndim: the weight's number of dimensions; with more than two, the order of heads is unknown.
     """
     (affixes, kind), attention = _kind_of(weight), attention_of(info)
     beside = _projections(attention)
     kinds = {name: _kind_of(name) for name in beside}
     if not kind or not any(other.startswith("q") for _, other in kinds.values()):
-        return None  # RWKV's keys and values are asked for by no queries
+        return None  # RWKV has keys and values without queries
     own = functools.partial(size_in, attention)
     halves = [own([f"qk_{half}_head_dim"]) for half in ("nope", "rope")]
     dim = own(QUERY_DIM) if None in halves else sum(filter(None, halves))
@@ -72,22 +72,22 @@ def projection_head(
     if len(kind) > 1 or is_bare or ndim != 2:  # a bare parameter may be (inputs, outputs)
         return None if dim == rows else 0
     outputs = {other: _outputs(beside[n]) for n, (a, other) in kinds.items() if a == affixes}
-    if outputs.get(kind) != rows:  # one of several layers of a projection
+    if outputs.get(kind) != rows:  # the projection has several layers
         return 0
     heads, key_heads = own_size(info, HEADS), own_size(info, KEY_HEADS)
     size = _sizes(outputs, heads, key_heads, dim, own(VALUES_ALONE)).get(kind, 0)
     if size or dim is not None:
         return size
     size_of = functools.partial(look_up, model, info)
-    told, hidden, dim = size_of(HEADS), size_of(_HIDDEN), size_of(QUERY_DIM)
-    if told is None or heads not in (None, told):  # the configuration is of other attentions
+    config_heads, hidden, dim = size_of(HEADS), size_of(_HIDDEN), size_of(QUERY_DIM)
+    if config_heads is None or heads not in (None, config_heads):  # a config of other attentions
         return 0
     if dim is None:
-        if hidden is None or hidden % told or outputs.get("q", hidden) != hidden:
+        if hidden is None or hidden % config_heads or outputs.get("q", hidden) != hidden:
             return 0
-        dim = hidden // told
-    key_heads = size_of(KEY_HEADS) or told
-    return _sizes(outputs, told, key_heads, dim, size_of(VALUES_ALONE)).get(kind, 0)
+        dim = hidden // config_heads
+    key_heads = size_of(KEY_HEADS) or config_heads
+    return _sizes(outputs, config_heads, key_heads, dim, size_of(VALUES_ALONE)).get(kind, 0)
 
 
 def _sizes(
@@ -97,13 +97,12 @@ def _sizes(
     dim: Optional[int],
     value_dim: Optional[int],
 ) -> dict[str, int]:
-    """Rows of one head of queries, keys and values, by what is told of them; none where that does
-    not fit their rows.
+    """Returns the rows of one head of queries, keys and values; empty if sizes do not fit the rows.
 
-    Queries and keys have heads of one size, and keys and values equally many.
+    Heads of queries and keys have the same size, and there are as many of keys as of values.
     """
     q, k, v = (outputs.get(kind, 0) for kind in "qkv")
-    if dim is None:  # queries may hold gates, too: this is no size of keys whose count is untold
+    if dim is None:  # queries may include gates, so dim is not the key size if key_heads is unknown
         dim = q // heads if heads and q % heads == 0 else 0
         key_heads = key_heads or (heads if k == q else None)
         k, v = (k, v) if key_heads else (0, 0)
@@ -119,7 +118,7 @@ def _sizes(
 
 
 def _kind_of(name: str) -> tuple[tuple[str, str], str]:
-    """What a projection's name has around the word for its kind, and the kind, empty if none."""
+    """Returns what surrounds the word for the kind in a projection's name, and the kind or ""."""
     if name in _SECOND_QUERIES:
         return (name, ""), "q"
     match = _PROJECTION.fullmatch(name)
@@ -130,13 +129,13 @@ def _kind_of(name: str) -> tuple[tuple[str, str], str]:
 
 
 def _projections(attention: nn.Module) -> dict[str, object]:
-    """What an attention may have as projections, by name."""
+    """Returns everything in an attention module that may be a projection, by name."""
     parametrized = getattr(attention, "parametrizations", nn.Module())._modules
     return {**attention._modules, **attention._parameters, **parametrized}
 
 
 def _outputs(projection: object) -> int:
-    """How many outputs the last matrix of a projection has; 0 if there is none."""
+    """Returns the number of outputs of a projection's last matrix; 0 if there is none."""
     if isinstance(projection, nn.Module):
         projection = projection._modules.get("linear", projection)  # see `is_wrapped`
     modules = list(projection.modules()) if isinstance(projection, nn.Module) else []
@@ -147,11 +146,11 @@ def _outputs(projection: object) -> int:
 
 
 def attention_of(info: ParamInfo) -> nn.Module:
-    """The module whose projection a parameter is."""
+    """Returns the module that a parameter is a projection of."""
     tensor = info.name.split(".")[-2 if info.is_original else -1]
     if tensor not in ("weight", "weight_v"):
         return info.layer
-    # Sequential and adapters are within a projection.
+    # A Sequential or an adapter is inside of the projection.
     layer, names = ["", *owning_components(info.name)][-2], info.path[::-1]
     inner = names.index(layer) if layer in names else 0
     around = info.around[inner + is_wrapped(info) :]
@@ -159,26 +158,26 @@ def attention_of(info: ParamInfo) -> nn.Module:
 
 
 def is_wrapped(info: ParamInfo) -> bool:
-    """Whether it is the ``linear`` of a module that wraps one: ``q_proj.linear.weight``."""
+    """Returns True if the layer is the ``linear`` of a wrapper module: ``q_proj.linear.weight``."""
     names = [type(module).__name__ for module in info.around[:1]] if len(info.around) > 1 else []
     return info.path[-1:] == ["linear"] and any("Linear" in n or "Projection" in n for n in names)
 
 
 def heads_of(info: ParamInfo, rows: int, queries: Optional[int] = None) -> Optional[int]:
-    """How many heads make up so many rows of keys or values, by what the attention tells.
+    """Returns the number of heads in so many rows of keys or values, from the attention's sizes.
 
     Args:
-        queries: rows of the queries; None takes those of the projection beside the parameter.
+        queries: rows of the queries; None means those of the projection next to the parameter.
     """
     attention = attention_of(info)
     size = size_in(attention, HEAD_DIM)
     if size is not None:
         return None if rows % size else rows // size
     beside = _projections(attention).items()
-    asked = {_outputs(projection) for name, projection in beside if _kind_of(name)[1] == "q"}
-    return own_size(info, HEADS) if rows in ({queries} if queries else asked) else None
+    found = {_outputs(projection) for name, projection in beside if _kind_of(name)[1] == "q"}
+    return own_size(info, HEADS) if rows in ({queries} if queries else found) else None
 
 
 def own_size(info: ParamInfo, keys: Sequence[str]) -> Optional[int]:
-    """A size that the attention itself tells; None where its sizes may be those of one rank."""
+    """Returns a size from the attention module; None if its sizes may be per rank."""
     return None if may_be_divided(info) else size_in(attention_of(info), keys)

@@ -28,7 +28,7 @@ from .modules import (
 
 ExpertKeys = Union[str, Sequence[str], None]
 
-# What modules of embeddings and output heads are called in the model families of the Hub.
+# Names of modules for embeddings and output heads in the model families of the Hub.
 EMBEDDINGS_AND_HEADS = frozenset(
     (
         *("embed", "embed_in", "embed_out", "embed_positions", "embed_tokens", "embedding"),
@@ -47,25 +47,25 @@ EMBEDDINGS_AND_HEADS = frozenset(
     )
 )
 
-# The last layers of heads that have several layers; and linear maps of patches of pixels, which
-# elsewhere are convolutions.
+# The last layers of heads with several layers; and linear layers for patches of pixels, which are
+# convolutions in other models.
 HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
 PATCH_PATHS = ("patch_embed.proj", "patch_embeddings.projection", "patch_embedder.input_proj")
 
-# What parameters are called, other than a layer's weight, whose rows are vectors of one token each.
+# Words in names of parameters whose rows are vectors of one token each.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "emb", "latents", "probe", "prompt"}
 _TABLES |= {"prompts", "queries", "query", "table", "token", "tokens"}
 
-# Two-dimensional, but of numbers that are used one by one.
+# Two-dimensional parameters whose elements are used one by one.
 ELEMENTWISE = frozenset({"A_log", "D", "alpha", "gamma", "scale", "static_weight"})
-_ADAPTERS_ELEMENTWISE = "oft_R"  # PEFT: halves of skew matrices, called oft_R.<adapter>.weight
+_ADAPTERS_ELEMENTWISE = "oft_R"  # PEFT: halves of skew matrices, named oft_R.<adapter>.weight
 
-# How some reasons begin or end; other modules recognize these reasons by it.
+# Beginnings or ends of reasons, which other modules look for.
 BY_NAME = "embedding or head by name"
 DIMENSIONS = "dimensions"
 BY_FUNCTION = "is_muon_func"
 
-MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
+MOST_CHANNELS = 4  # most channels of images, or inputs per output of a depthwise convolution
 
 
 def default_is_muon(
@@ -90,13 +90,13 @@ def default_is_muon(
 def _judge(
     name: str, param: torch.Tensor, expert_keys: Optional[Sequence[str]]
 ) -> tuple[bool, str]:
-    """Whether the parameter is Muon's, and why."""
+    """Returns True if the parameter is Muon's, and the reason."""
     if param.ndim < 2:
         return False, "vector" if param.ndim else "scalar"
     components = ["", *owning_components(name)]
     module, attribute = components[-2:]
     words = set(attribute.split("_"))
-    if words & {"bias", "biases"}:  # (experts, out) look like a matrix
+    if words & {"bias", "biases"}:  # (experts, out) looks like a matrix
         return False, "bias"
     matched = [
         c
@@ -113,7 +113,7 @@ def _judge(
         return False, "no linear map, by name"
     is_weight = attribute == "weight" and not name.endswith(".original0")
     if param.ndim == 2 and 1 in param.shape and not is_weight:
-        return False, "vector"  # magnitudes, tokens, scales: only a layer's weight may be (1, n)
+        return False, "vector"  # magnitudes, tokens or scales: only a layer's weight may be (1, n)
     if param.is_complex():
         return False, "complex"
     if param.ndim == 2:
@@ -130,24 +130,24 @@ def decide(
     adamw_keys: Optional[Sequence[str]] = None,
     convolutions: bool = False,
 ) -> list[Decision]:
-    """What `get_default_muon_param_groups` does with each parameter of the model, in its order.
+    """Decides for `get_default_muon_param_groups` which algorithm trains each parameter.
 
-    The default rule looks at the modules, too: of a stack that a name calls a head only the last
-    matrix is one, and some heads and embeddings have names that do not say so.
+    The default rule also looks at the modules: in a stack of layers that is named a head, only the
+    last matrix is one, and names of some heads and embeddings do not show what they are.
 
     Raises:
-        ValueError: no model, or one with parameters that have no shape yet, or that FSDP2 has
-            gathered for a while.
+        ValueError: if ``model`` is not a module, or has parameters without a shape or that FSDP2
+            has temporarily gathered.
     """
     if not callable(is_muon_func):
         raise ValueError(f"is_muon_func must be a function, found {is_muon_func!r}")
     if not isinstance(model, nn.Module):
-        raise ValueError(f"give the model (nn.Module) itself, found a {type(model).__name__}")
+        raise ValueError(f"model must be an nn.Module, found a {type(model).__name__}")
     with_keys = takes_expert_keys(is_muon_func)
     embeddings: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            for param in module.parameters():  # of its parametrizations too
+            for param in module.parameters():  # including those of its parametrizations
                 embeddings.setdefault(id(param), state_dict_key(path))
     decisions, unsharded = [], unsharded_ids(model)
     params = dict(model.named_parameters())
@@ -157,12 +157,11 @@ def decide(
         embedding = embeddings.get(id(param))
         if id(param) in unsharded:
             raise ValueError(
-                f"{name} is whole for a while, as fully_shard leaves parameters after a forward "
-                "without a backward: call reshard() of the module that holds it, which puts its "
-                "shard back"
+                f"{name} is unsharded, as fully_shard leaves parameters after a forward without a "
+                "backward: call reshard() of the module that holds it, to restore its shard"
             )
         if nn.parameter.is_lazy(param):
-            raise ValueError(f"{name} has no shape yet: run the model once, on any batch, first")
+            raise ValueError(f"{name} has no shape yet: first run the model once, on any batch")
         if not param.requires_grad:
             decision = "frozen", "requires_grad=False"
         elif embedding is not None:
@@ -179,7 +178,7 @@ def decide(
             decision = "Muon" if is_muon_func(*arguments) else "AdamW", BY_FUNCTION
         decisions.append(Decision(name, key, param, *decision))
     infos = infos_of(model)
-    if is_muon_func is default_is_muon:  # modules show heads, or that there are none
+    if is_muon_func is default_is_muon:  # modules show what is a head and what is not
         decisions = changed(decisions, "AdamW", _no_experts(infos, decisions))
         named = [d for d in decisions if d.reason.startswith(BY_NAME)]
         hidden = hidden_layers(infos, named, decisions)
@@ -194,8 +193,10 @@ def decide(
 
 
 def _no_experts(infos: ParamInfos, decisions: Sequence[Decision]) -> dict[str, str]:
-    """What experts hold that is no stack of matrices, and why, by name: convolutions, and vectors
-    of all experts, beside stacks of as many."""
+    """Finds experts' parameters that are not stacked matrices; returns the reasons by name.
+
+    These are convolutions, and vectors of all experts next to stacks of the same length.
+    """
     reasons = {}
     for decision in (d for d in decisions if d.algorithm == "Muon"):
         info, param = infos[id(decision.param)][0], decision.param
@@ -211,7 +212,7 @@ def _no_experts(infos: ParamInfos, decisions: Sequence[Decision]) -> dict[str, s
 def changed(
     decisions: Sequence[Decision], algorithm: str, reasons: Mapping[str, str]
 ) -> list[Decision]:
-    """The decisions, with another algorithm for the parameters that have a reason, by name."""
+    """Returns the decisions with a new algorithm for parameters whose names have a reason."""
     return [
         replace(d, algorithm=algorithm, reason=reasons[d.name]) if d.name in reasons else d
         for d in decisions
@@ -221,8 +222,10 @@ def changed(
 def convolutions_of(
     model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
 ) -> list[Decision]:
-    """Convolutions that are AdamW's and may be Muon's: of many channels each way, neither of pixels
-    nor depthwise, and no heads."""
+    """Returns AdamW's convolutions that may be Muon's.
+
+    These have many input and output channels: they read no pixels, and are not depthwise or heads.
+    """
     kernels = [
         d
         for d in decisions
@@ -237,7 +240,7 @@ def convolutions_of(
 
 
 def is_left_by_dimensions(decision: Decision) -> bool:
-    """Whether AdamW has a parameter because it has more than two dimensions."""
+    """Returns True if a parameter is AdamW's because it has more than two dimensions."""
     by_dimensions = decision.reason.endswith(DIMENSIONS) or decision.reason == BY_FUNCTION
     return decision.algorithm == "AdamW" and decision.param.ndim > 2 and by_dimensions
 
@@ -245,7 +248,7 @@ def is_left_by_dimensions(decision: Decision) -> bool:
 def stacked_experts(
     model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
 ) -> dict[str, str]:
-    """Stacked experts that no expert key names: by name, the key that would."""
+    """Finds stacked experts that no expert key matches; returns, by name, the missing key."""
     return {
         d.name: key
         for d in decisions
@@ -255,31 +258,31 @@ def stacked_experts(
 
 
 def as_keys(keys: ExpertKeys) -> Optional[Sequence[str]]:
-    """Components of names as a list, or None."""
+    """Returns components of names as a list, or None."""
     if isinstance(keys, str):
         return [keys]
     if keys is not None and not all(isinstance(key, str) for key in keys):
-        raise ValueError(f"keys must be components of names, found {keys!r}")
+        raise ValueError(f"keys must be strings, components of names, found {keys!r}")
     return keys
 
 
 def unmatched_keys(
     decisions: Sequence[Decision], expert_keys: Optional[Sequence[str]]
 ) -> list[str]:
-    """Expert keys that are a component of no name."""
+    """Returns the keys that are not a component of any name."""
     return [
         key for key in expert_keys or () if not any(has_component(d.key, [key]) for d in decisions)
     ]
 
 
 def takes_expert_keys(function: Callable[..., bool]) -> bool:
-    """Whether an ``is_muon_func`` is to be called with ``expert_keys`` as well."""
+    """Returns True if an ``is_muon_func`` has a third parameter, for ``expert_keys``."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins have no signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) >= 3:  # one with a default is the caller's, unless called expert_keys
+    if len(positional) >= 3:  # with a default, it is the caller's, unless named expert_keys
         third = positional[2]
         return third.name == "expert_keys" or third.default is third.empty
     return any(p.kind == p.VAR_POSITIONAL for p in parameters)

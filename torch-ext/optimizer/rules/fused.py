@@ -1,8 +1,8 @@
-"""Finds weights that hold several matrices in one tensor, such as QKV, and where each lies.
+"""Finds weights that hold several matrices in one tensor, such as QKV, and where each one is.
 
-Names tell that a weight is fused. How its rows lie is told by its class where that is known, else
-by convention: Q, K and V one below the other. Sizes come from the model's configuration, from its
-modules, or from the shape, and count only if they add up to the rows. `attention` knows the heads.
+A weight's name shows that it is fused. The order of its rows follows from the class, or else from
+convention: Q, K and V one below the other. Sizes come from the config, the modules or the shape,
+and count only if they add up to the rows. `attention` finds the heads.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from .modules import (
     size_in,
 )
 
-# Weights whose rows lie key head by key head in any module, and classes whose rows do so, whatever
-# the weight is called.
+# Weights whose rows are ordered by key head in any module, and classes in which those of any weight
+# are.
 _BY_HEAD = {"query_key_value", "linear_qkv"}
 _BY_HEAD_CLASSES = ("MiniMax", "InternLM2")
-_CODEGEN_SHARDS = 4  # CodeGen's rows are those of as many devices, each with Q, V and K
+_CODEGEN_SHARDS = 4  # CodeGen's rows come from so many devices, each with Q, V and K
 # Queries, keys and values.
 _QKV = {"qkv", "qkv_proj", "qkv_linear", "to_qkv", "in_proj_qkv", "c_attn", "wqkv", "Wqkv"}
 _QKV |= _BY_HEAD
 _HOLDS = "Q, K and V"
-# Gate and up projection of a gated feed-forward; some only where the config agrees.
+# Gate and up projection of a gated feed-forward; the second set only if the config agrees.
 _GATED = {"gate_up_proj", "gate_and_up_proj", "gate_up", "w13", "w1_w3", "w12"}
 _GATED_BY_CONFIG = {"Wi", "input_linear"}
-_GATE_BESIDE_UP = "GptOss"  # classes that have them row by row, or column by column, in turn
+_GATE_BESIDE_UP = "GptOss"  # classes in which rows, or columns, of gate and up alternate
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size")
-# Weights that hold parts one below the other: their names; parts of the names of classes that have
-# them (*: any; ?: any, where sizes fit); how often the parts come (-: once; HEADS: once for each
-# head; n, head: any number of times; [n]: each time is a matrix); what they hold; the rows of each
-# part, by what modules or configurations call them, or in how many equal parts they are.
+# Weights that hold parts one below the other. Columns: names of the weights; parts of class names
+# (*: any; ?: any, if sizes fit); how often the parts repeat (-: once; HEADS: once per head; n,
+# head: any number of times; [n]: each time is a matrix); what they hold; the rows of each part, as
+# names in modules or configs, or the number of equal parts.
 _LAYOUTS = tuple(
     tuple(map(str.strip, line.split("|")))
     for line in """
@@ -86,7 +86,7 @@ _LAYOUTS = tuple(
     per_layer_model_projection | * | [n] | one for each layer | layer=hidden_size_per_layer_input
     """.strip().splitlines()
 )
-# Sizes that have several names, or long ones.
+# Sizes with several names, or with long ones.
 _SIZES = {
     "HEADS": HEADS,
     "HEAD_DIM": QUERY_DIM,
@@ -113,10 +113,10 @@ class Fused:
 
     Args:
         holds: what the matrices are, in words.
-        split: the option that parts them; None where their sizes can't be told.
-        hint: how it would look then.
-        has_heads: whether the matrices consist of attention heads.
-        by_head: the option that parts these, too; None where their sizes can't be told.
+        split: the ``split`` for the matrices; None if their sizes are unknown.
+        hint: a template for ``split`` if sizes are unknown.
+        has_heads: True if the matrices consist of attention heads.
+        by_head: the ``split`` for the heads; None if their sizes are unknown.
     """
 
     holds: str
@@ -126,12 +126,12 @@ class Fused:
     by_head: Split = None
 
     def argument(self, name: str) -> str:
-        """The argument of `Muon.for_model`, to fill in, that would part the weight of that name."""
+        """Returns the argument of `Muon.for_model`, to fill in, that would split a weight."""
         return f'split={{"{component_of(name)}": {self.hint}}}'
 
 
 def split_patterns(split: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
-    """A ``split`` by few patterns for one by names, which match none of the other names."""
+    """Turns a ``split`` by names into one by few patterns, which match none of the other names."""
     others, by_pattern = set(others), dict[str, Any]()
     by_value: dict[str, list[str]] = {}
     for name, value in split.items():
@@ -143,17 +143,17 @@ def split_patterns(split: Mapping[str, Any], others: Iterable[str]) -> dict[str,
 
 
 def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
-    """A few patterns that match all of the names and none of the others; else the names."""
+    """Returns a few patterns that match all names and none of the others, or else the names."""
     paths = [[c for c in n.split(".") if not (c.isdigit() or c in _VAGUE)] for n in names]
     layers = [path[-1] for name, path in zip(names, paths) if path and name.endswith(".weight")]
     projections = list(dict.fromkeys(layers))
     components = [[component] for component in reversed(paths[0])]
-    alike: dict[tuple[str, ...], list[list[str]]] = {}  # names that differ in indices alone
+    by_form: dict[tuple[str, ...], list[list[str]]] = {}  # names that differ only in indices
     for split in (name.split(".") for name in names):
-        alike.setdefault(tuple("*" if c.isdigit() else c for c in split), []).append(split)
+        by_form.setdefault(tuple("*" if c.isdigit() else c for c in split), []).append(split)
     globs = [
         ".".join(column[0] if len(set(column)) == 1 else "*" for column in zip(*together))
-        for together in alike.values()
+        for together in by_form.values()
     ]
     letters = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*names))
     start = "".join(column[0] for column in letters)
@@ -166,12 +166,12 @@ def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
     return list(names)
 
 
-# Components that say little of what a weight holds.
+# Components that say little about what a weight holds.
 _VAGUE = {"weight", "attn", "attention", "mlp", "parametrizations", "original0", "original1"}
 
 
 class Part(NamedTuple):
-    """Consecutive rows of a weight, of several heads; None if nothing tells how many."""
+    """Consecutive rows of a weight, with their number of heads, or None if it is unknown."""
 
     name: str
     rows: int
@@ -179,8 +179,7 @@ class Part(NamedTuple):
 
 
 def _fused(holds: str, parts: Sequence[Part], loop: str = "") -> Fused:
-    """A weight whose parts come one below the other, or as often as ``loop`` says; those of
-    attention consist of heads."""
+    """Returns a weight with parts one below the other, repeated as ``loop`` says."""
     split: Split = [part.rows for part in parts]
     if loop:
         split = f"({loop} ({' + '.join(f'{part.name}={part.rows}' for part in parts)})) dim"
@@ -197,8 +196,10 @@ def _fused(holds: str, parts: Sequence[Part], loop: str = "") -> Fused:
 
 
 def heads_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:
-    """What a weight of a model holds, if it holds several matrices or attention heads; ``split`` is
-    None where heads make up one matrix."""
+    """Returns what a weight holds, if it holds several matrices or attention heads.
+
+    ``split`` is None if heads form one matrix.
+    """
     fused = fused_in(model, info, param)
     if fused is not None or param.ndim < 2 or 0 in param.shape:
         return fused
@@ -211,7 +212,7 @@ def heads_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
 
 
 def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:
-    """What a weight of a model holds, if it holds several matrices."""
+    """Returns what a weight of a model holds, if it holds several matrices."""
     shape, size_of = tuple(param.shape), functools.partial(look_up, model, info)
     if len(shape) < 2 or 0 in shape:
         return None
@@ -236,7 +237,7 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
             return fused
     if weight.startswith("adaLN_mod") or (weight == "linear" and "AdaLayerNorm" in above):
         norm = read(info.above[0], "norm") if info.above else None
-        (width,) = (read(norm, "normalized_shape") or shape)[-1:]  # of what they modulate
+        (width,) = (read(norm, "normalized_shape") or shape)[-1:]  # of the modulated activations
         count, rest = divmod(shape[0], width)
         return Fused("modulations", width) if count > 1 and not rest else None
     if weight in _GATED | _GATED_BY_CONFIG:
@@ -254,7 +255,7 @@ def fused_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused
 
 
 def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
-    """The weight as it is, or with its matrices side by side where Conv1D has rows as columns."""
+    """Returns the weight, with its matrices side by side if it is a (transposed) Conv1D's."""
     if not info.is_conv1d:
         return fused
     sizes = fused.split if isinstance(fused.split, list) else ["…"] * len(names.split())
@@ -275,9 +276,9 @@ def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
 def _listed(
     rows: int, info: ParamInfo, size_of: SizeOf, weight: str, classes: str
 ) -> tuple[bool, Optional[Fused]]:
-    """Whether `_LAYOUTS` has a weight of so many rows, and what it holds."""
-    # A module comes first: its sizes may be others than the configuration's. But they may be those
-    # of one rank, which don't fit.
+    """Returns True if `_LAYOUTS` lists the weight with so many rows, and what it holds."""
+    # Modules come first, as their sizes may differ from the config's. If a module's sizes are per
+    # rank, they don't fit.
     own = functools.partial(size_in, attention_of(info))
     finders: tuple[SizeOf, ...] = (lambda keys: own(keys) or size_of(keys), size_of)
     found: tuple[bool, Optional[Fused]] = False, None
@@ -295,7 +296,7 @@ def _listed(
             total = sum(part.rows for part in parts)
             if not all(part.rows for part in parts) or rows % total:
                 if loop == "-" and rows == parts[0].rows:
-                    return True, None  # of latent attention without rotary keys
+                    return True, None  # latent attention without rotary keys
             elif loop == "[n]":
                 return True, Fused(holds, total)
             elif loop in ("n", "head"):
@@ -308,7 +309,7 @@ def _listed(
 
 
 def _size(name: str, find: SizeOf) -> int:
-    """A size of `_LAYOUTS`, 0 where nothing tells it."""
+    """Returns a size of `_LAYOUTS`, 0 if it is unknown."""
     if "/" in name:
         dividend, divisor = (_size(part, find) for part in name.split("/"))
         return dividend // (divisor or 1)
@@ -316,15 +317,17 @@ def _size(name: str, find: SizeOf) -> int:
 
 
 def _part(term: str, find: SizeOf) -> Part:
-    """A part of a layout: of 0 rows where nothing tells a size; all factors but the last one count
-    heads."""
+    """Returns a part of a layout, with 0 rows if a size is unknown.
+
+    All factors except the last count heads.
+    """
     name, _, product = term.partition("=")
     sizes = [_size(factor, find) for factor in product.split("*")]
     return Part(name, math.prod(sizes), math.prod(sizes[:-1]))
 
 
 def _weight_name(info: ParamInfo) -> str:
-    """``qkv`` of ``attention.qkv.weight`` and ``attention.qkv``, parametrized, or in an adapter."""
+    """Returns a weight's name: ``qkv`` of ``attention.qkv.weight``, also in parametrizations."""
     *above, layer, attribute = ["", *owning_components(info.name)]
     if is_wrapped(info):
         layer = above[-1]
@@ -334,9 +337,9 @@ def _weight_name(info: ParamInfo) -> str:
 def _qkv(
     info: ParamInfo, size_of: SizeOf, weight: str, rows: int, cols: int, classes: str
 ) -> Fused:
-    """How Q, K and V make up so many rows: one below the other, or key head by key head."""
+    """Returns how Q, K and V make up so many rows: one below the other, or by key head."""
     own_of, own_heads = functools.partial(own_size, info), own_size(info, HEADS)
-    if own_heads not in (None, size_of(HEADS)):  # the configuration is of other attentions
+    if own_heads not in (None, size_of(HEADS)):  # the config is for other attentions
         size_of = own_of
     heads, key_heads, size = size_of(HEADS), size_of(KEY_HEADS), size_of(HEAD_DIM)
     by_head = weight in _BY_HEAD or any(name in classes for name in _BY_HEAD_CLASSES)
@@ -363,10 +366,10 @@ def _qkv(
     if by_head:
         hint = '"(head (q=… + k=… + v=…)) dim"' if weight in _BY_HEAD else Fused.hint
         return Fused(_HOLDS, hint=hint)
-    # Where the key heads can't be told, rows that happen to divide by three tell nothing.
+    # If the number of key heads is unknown, rows that happen to divide by three prove nothing.
     is_even = rows == 3 * cols or (key_heads == heads and heads and rows % 3 == 0)
-    told = [own_of(HEAD_DIM), own_of(VALUES_ALONE)]
-    is_odd = any(each and rows % (3 * each * (own_heads or 1)) for each in told)
+    own_dims = [own_of(HEAD_DIM), own_of(VALUES_ALONE)]
+    is_odd = any(dim and rows % (3 * dim * (own_heads or 1)) for dim in own_dims)
     if is_odd or not (is_even or _is_taken(info, rows / 3)):
         return Fused(_HOLDS)
     third = rows // 3
@@ -383,7 +386,7 @@ def _classes(module: nn.Module) -> str:
 
 
 def _is_taken(info: ParamInfo, size: float) -> bool:
-    """Whether a linear layer beside the parameter's takes so many inputs."""
+    """Returns True if a linear layer next to the parameter's has so many inputs."""
     beside = info.above[0].children() if info.above else ()
     return any(isinstance(layer, nn.Linear) and layer.weight.shape[1] == size for layer in beside)
 
@@ -407,10 +410,10 @@ def _gated(
 
 
 def _is_halved(shape: Sequence[int], info: ParamInfo, in_columns: bool) -> bool:
-    """Whether the experts' other projection says that halves lie in columns, or in rows.
+    """Returns True if the experts' other projection shows that halves are in columns, or in rows.
 
-    (E, 2·inner, dim) beside (E, dim, inner), or (E, dim, 2·inner) beside (E, inner, dim), where the
-    numbers of experts may differ: LongCat has some that compute nothing.
+    The shapes are (E, 2·inner, dim) and (E, dim, inner), or (E, dim, 2·inner) and (E, inner, dim).
+    Numbers of experts may differ: some of LongCat's compute nothing.
     """
     rows, cols = shape[-2:]
     half = (cols // 2, rows) if in_columns else (cols, rows // 2)
@@ -419,8 +422,10 @@ def _is_halved(shape: Sequence[int], info: ParamInfo, in_columns: bool) -> bool:
 
 
 def is_stored_transposed(info: ParamInfo, param: Tensor) -> bool:
-    """Whether a weight is (in, out), as far as modules tell: Conv1D, transposed convolutions, and
-    experts whose halves lie in columns, with what is beside them."""
+    """Returns True if modules show that a weight is (in, out).
+
+    These are Conv1D, transposed convolutions, and projections of experts with halves in columns.
+    """
     if info.is_conv1d or isinstance(info.layer, nn.modules.conv._ConvTransposeNd):
         return True
     return param.ndim > 2 and any(

@@ -1,4 +1,4 @@
-"""Makes parameter groups of a model: the default groups, and those of `Muon.for_model`."""
+"""Makes parameter groups for a model: the default groups, and those of `Muon.for_model`."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def get_default_muon_param_groups(
         names = f"{next(iter(left))}{' and others' if len(left) > 1 else ''}"
         keys = [*(expert_keys or ()), *dict.fromkeys(left.values())]
         problems = [
-            f"stacked experts, {share:.0%} of what is trained: {names}. Muon trains them by "
-            f"expert_keys={keys}; expert_keys=[] leaves them to AdamW without this warning"
+            f"stacked experts, {share:.0%} of the trainable elements: {names}. Muon trains them "
+            f"with expert_keys={keys}; expert_keys=[] leaves them to AdamW without this warning"
         ]
     groups = groups_of(model, decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
     whole: Sequence[str] = ()
@@ -100,11 +100,11 @@ def check_and_warn(
     left_to_adamw: Sequence[str],
     whole: Sequence[str],
 ) -> None:
-    """Checks a model whose groups are made, and warns of what was hardly meant.
+    """Checks a model after its groups are made, and warns about likely mistakes.
 
     Args:
-        left_to_adamw: which parameters AdamW gets for lack of a word, and the word.
-        whole: names of projections whose heads can't be told apart.
+        left_to_adamw: texts about parameters left to AdamW, with the arguments that decide.
+        whole: names of projections whose heads are unknown.
     """
     _check_not_flattened(model)
     names = [decision.name for decision in decisions]
@@ -112,9 +112,10 @@ def check_and_warn(
     if whole:
         split = ", ".join(f'"{key}": …' for key in dict.fromkeys(map(component_of, whole)))
         problems.append(
-            f"per_head: no size of a head is told that fits {whole[0]}"
-            f"{f' and {len(whole) - 1} more' if whole[1:] else ''}: they stay as without per_head. "
-            f"head_dim on the attention's module or split={{{split}}}, rows of a head, tells it"
+            f"per_head: found no head size that fits {whole[0]}"
+            f"{f' and {len(whole) - 1} more' if whole[1:] else ''}, which stay as without "
+            f"per_head. Set head_dim on the attention module, or split={{{split}}} to the rows of "
+            "a head"
         )
     for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
         for key in unmatched_keys(decisions, as_keys(keys)):
@@ -123,7 +124,7 @@ def check_and_warn(
     chosen = {decision.algorithm for decision in decisions if decision.param.ndim > 1}
     if "AdamW" in chosen and "Muon" not in chosen:
         problems.append(
-            "no parameter of this model is Muon's: optimizer.describe(model) says why, and what to "
+            "no parameter of this model is Muon's: optimizer.describe(model) says why and what to "
             "write"
         )
     for problem in problems:
@@ -138,7 +139,7 @@ def groups_of(
     decay_vectors: bool,
     convolutions: bool,
 ) -> list[dict[str, Any]]:
-    """The groups of decisions; see `get_default_muon_param_groups`."""
+    """Makes groups from decisions, as `get_default_muon_param_groups` describes."""
     rate = {} if adamw_lr is None else {"lr": adamw_lr}
     groups: list[dict[str, Any]] = [
         {"params": [], "names": ModelNames([], model), "use_muon": True},
@@ -163,15 +164,14 @@ def groups_of(
 
 
 def _check_not_flattened(model: nn.Module) -> None:
-    """Refuses a model under FSDP1, which leaves no matrices: all parameters would silently be
-    AdamW's."""
+    """Raises ValueError for FSDP1, which flattens matrices: AdamW would silently train them all."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     wrappers = [module for module in model.modules() if isinstance(module, fsdp)]
     if any(wrapper.sharding_strategy.name != "NO_SHARD" for wrapper in wrappers):
         raise ValueError(
             "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are pieces "
-            "of one long vector and no matrices: shard it by fully_shard (FSDP2), which is "
-            "fsdp_version=2 in accelerate and transformers"
+            "of one long vector, not matrices: use fully_shard (FSDP2), which is fsdp_version=2 in "
+            "accelerate and transformers"
         )
 
 
@@ -186,7 +186,7 @@ def groups_for(
     adamw_lr: Any,
     decay_vectors: bool,
 ) -> tuple[list[dict[str, Any]], Any]:
-    """The groups of `Muon.for_model`, and its ``split``; warns once of what nothing tells."""
+    """Returns groups and ``split`` of `Muon.for_model`; warns once about undecided parameters."""
     made = assign(model, is_muon_func, expert_keys, adamw_keys, convolutions, split, per_head)
     keys = None if expert_keys == AUTO else expert_keys
     problems = [
@@ -200,7 +200,7 @@ def groups_for(
 
 
 def _listed(made: Assignment, what: str) -> str:
-    """The parameters that are undecided for one reason, and what decides."""
-    alike = [each for each in made.undecided if each.what == what]
-    others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-    return f"{alike[0].name}{others} ({alike[0].write} decides)"
+    """Describes the parameters that are undecided for one reason, and the argument that decides."""
+    undecided = [each for each in made.undecided if each.what == what]
+    others = f" and {len(undecided) - 1} more" if len(undecided) > 1 else ""
+    return f"{undecided[0].name}{others} ({undecided[0].write} decides)"

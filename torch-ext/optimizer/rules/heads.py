@@ -1,6 +1,6 @@
-"""Detects embeddings and heads that names do not show, and layers that are heads by name alone.
+"""Detects embeddings and heads that names do not show, and layers that are heads only by name.
 
-The evidence is a side as long as a vocabulary, or that the model's last linear layer makes
+The evidence is a dimension equal to a vocabulary's size, or a last linear layer that makes
 predictions.
 """
 
@@ -24,34 +24,34 @@ from .modules import (
     size_in,
 )
 
-# What the last layer of a model is called where it makes predictions.
+# Words in the name of a last layer that makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
 _HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
-# In diffusers: the layer from the residual stream to patches; the layers that compute scales and
-# shifts from the time.
+# In diffusers: the layer from the residual stream to patches, and the layers that compute scales
+# and shifts from the time.
 _LAST_OF_DIFFUSION = re.compile(r"(\w+_)?proj_out(_2)?")
 _MODULATION = re.compile(r"adaln|modulation|norm_out|proj_out_1", re.IGNORECASE)
-# What stacks of layers are called whose last one makes predictions.
+# Names of stacks of layers whose last layer makes predictions.
 _HEAD_STACK = re.compile(
     r"(heads?|logits?|predict)_\w+|logits|(\w+_)?(heads?|predictor|predictions?)|(\w+_)?(class|bbox)_embed|final_layer"
 )
-POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
-_FEW = 16  # outputs: no hidden layer has so few, or fewer
-LARGE = 1000  # a side that is this long, and over 8 × the other side, is no hidden size
+POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables without a vocabulary
+_FEW = 16  # hidden layers have more outputs than this
+LARGE = 1000  # a side at least this long, and over 8 × the other side, is no hidden size
 
 
 def hidden_layers(
     infos: ParamInfos, named: Sequence[Decision], decisions: Sequence[Decision]
 ) -> set[str]:
-    """Names of matrices that are no heads although a component of their name says so.
+    """Returns names of matrices that are no heads although a component of their name says so.
 
-    Of an ``nn.Sequential`` only the last matrix is a head. In a layer of a list RWKV's
-    ``attention.output`` and ProphetNet's ``feed_forward.output`` give what the next layer takes,
-    and LongCat's ``router.classifier`` chooses experts.
+    In an ``nn.Sequential``, only the last matrix is a head. In lists of layers, RWKV's
+    ``attention.output`` and ProphetNet's ``feed_forward.output`` feed the next layer, and LongCat's
+    ``router.classifier`` chooses experts.
 
     Args:
         named: the parameters that would be AdamW's because of their names.
-        decisions: of all parameters of the model.
+        decisions: decisions for all parameters of the model.
     """
     hidden = set()
     for decision in named:
@@ -78,11 +78,11 @@ def unnamed_heads(
     decisions: Sequence[Decision],
     muons: Sequence[Decision],
 ) -> dict[str, str]:
-    """Embeddings and heads among Muon's parameters, and why, by name.
+    """Finds embeddings and heads among Muon's parameters; returns the reasons by name.
 
     Args:
-        decisions: of all parameters of the model, in its order.
-        muons: those that would be Muon's.
+        decisions: decisions for all parameters, in the model's order.
+        muons: the decisions for Muon.
     """
     vocabularies, last = _vocabularies(model), last_matrix(model)
     is_all = sum(d.param.ndim > 1 for d in decisions if d.algorithm != "frozen") == 1
@@ -93,12 +93,12 @@ def unnamed_heads(
     reasons: dict[str, str] = {}
     for decision in muons:
         shape, info = tuple(decision.param.shape), infos[id(decision.param)][0]
-        if isinstance(info.module, (nn.RNNBase, nn.RNNCellBase)):  # gates, whatever their sizes
+        if isinstance(info.module, (nn.RNNBase, nn.RNNCellBase)):  # gates of any size
             continue
         size = next((s for s in shape if s in vocabularies), None) if len(shape) == 2 else None
         if size is not None and (
             (size >= LARGE and size > 8 * (shape[1] if shape[0] == size else shape[0]))
-            # Within layers a hidden size may happen to be that of a small vocabulary.
+            # Within layers, a hidden size may happen to equal a small vocabulary.
             or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
         ):
             reasons[decision.name] = f"head or embedding: {size} is {vocabularies[size]}"
@@ -111,7 +111,7 @@ def unnamed_heads(
         ):
             reasons[decision.name] = f"head: the model's last layer, {shape}"
         elif (component := _called_a_head(info)) and (
-            # A layer that takes so few may be an input layer, of boxes that this head predicts.
+            # A layer with so few inputs may be an input layer for the boxes that the head predicts.
             shape[0] <= _FEW < shape[-1] or _gives_to_nobody(decision, decisions, infos)
         ):
             reasons[decision.name] = f"head: the last layer of {component}"
@@ -119,7 +119,7 @@ def unnamed_heads(
 
 
 def _is_last_of_diffusion(info: ParamInfo) -> bool:
-    """Whether it is the ``proj_out`` beside a list of blocks, not that of a perceptron."""
+    """Returns True for the ``proj_out`` next to a list of blocks, not for that of a perceptron."""
     if not (info.path and _LAST_OF_DIFFUSION.fullmatch(info.path[-1])) or _is_in_a_layer(info):
         return False
     around = info.around[0].children() if info.around else ()
@@ -128,13 +128,13 @@ def _is_last_of_diffusion(info: ParamInfo) -> bool:
 
 
 def _called_a_head(info: ParamInfo) -> str:
-    """The component called a head, the layer or a stack that ends with it; "" if none is."""
+    """Returns the component that names a head: the layer, or a stack that ends with it; or ""."""
     if not (info.attribute.startswith("weight") or info.is_original):
         return ""
     inner = info.layer
     for depth, (module, component) in enumerate(zip((inner, *info.around), info.path[::-1]), 1):
         if not isinstance(module, nn.ModuleList) or isinstance(inner, nn.ModuleList):
-            inner = module  # in a list with a head for each layer, each head is a stack
+            inner = module  # in a list with one head per layer, each head is a stack
         if _HEAD_STACK.fullmatch(component):
             if any(outer.isdigit() for outer in info.path[:-depth]):
                 return ""
@@ -149,8 +149,10 @@ def _called_a_head(info: ParamInfo) -> str:
 
 
 def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
-    """The weight of the last linear layer, or what a parametrization computes it from; of models
-    without linear layers, of the last convolution of one pixel."""
+    """Returns the weight of the last linear layer, or its parametrization's largest parameter.
+
+    Without linear layers, the last 1 × 1 convolution counts.
+    """
     modules = [m for name, m in model.named_modules() if not _MODULATION.search(name)]
     linear = [m for m in modules if isinstance(m, nn.Linear)]
     linear = linear or [m for m in modules if _is_of_one_pixel(m)]
@@ -165,9 +167,10 @@ def _is_of_one_pixel(module: nn.Module) -> bool:
 
 
 def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
-    """Whether a matrix is not square, and no hidden layer, nor a tied head, takes its outputs.
+    """Returns True if a matrix is not square and no hidden layer or tied head can use its outputs.
 
-    An input layer may take as many as the head gives: channels, or bytes.
+    Input layers do not count: they may have as many inputs as the head has outputs, for example
+    channels or bytes.
     """
     if decision.param.ndim != 2 or decision.param.shape[0] == decision.param.shape[1]:
         return False
@@ -185,10 +188,10 @@ def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision], infos: P
 def possible_heads(
     model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision], muons: Sequence[Decision]
 ) -> list[Decision]:
-    """Matrices of Muon's that may be heads: outside of layers, with outputs that nobody takes.
+    """Returns Muon's matrices that may be heads: outside of layers, with outputs nothing uses.
 
-    These are the last one, those of other towers that give as many outputs, and what is called out.
-    What gives as many as the config's ``projection_dim`` is none: CLIP's towers compare these.
+    These are the last matrix, matrices of other towers with as many outputs, and those with "out"
+    in their name. Matrices with ``projection_dim`` outputs are not: CLIP's towers compare these.
     """
     last = last_matrix(model)
     may_be = []
@@ -205,10 +208,10 @@ def possible_heads(
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:
-    """Sizes of the embeddings' vocabularies, and what says so."""
+    """Returns the sizes of vocabularies, each with its source."""
     sizes: dict[int, str] = {}
     for path, module in model.named_modules():
-        # A square table may be of positions, and square matrices may have its size.
+        # A square table may be for positions, and square matrices may have its size.
         is_larger = (
             isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim
         )
@@ -224,8 +227,8 @@ def _vocabularies(model: nn.Module) -> dict[int, str]:
 def _is_hidden_size(
     size: int, decision: Decision, decisions: Sequence[Decision], infos: ParamInfos
 ) -> bool:
-    """Whether an earlier linear layer gives ``size`` numbers, which a later one takes, and the
-    parameter belongs to one of the two."""
+    """Returns True if the parameter is one of two linear layers, an earlier one with ``size``
+    outputs and a later one with ``size`` inputs."""
     gives, takes = [], []
     for index, other in enumerate(decisions):
         info = infos[id(other.param)][0]
@@ -243,9 +246,9 @@ def _is_hidden_size(
 
 
 def _is_in_a_layer(info: ParamInfo) -> bool:
-    """Whether it is one of a list of layers, or within one.
+    """Returns True if the parameter is in a list of layers.
 
-    The layers of an ``nn.Sequential`` that makes up the model are no list of layers.
+    An ``nn.Sequential`` that makes up the whole model does not count.
     """
     indices = sum(component.isdigit() for component in info.path)
     is_direct = len(info.around) > 0 and _is_sequential(info.around[0])
@@ -253,7 +256,7 @@ def _is_in_a_layer(info: ParamInfo) -> bool:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    """Whether it is an ``nn.Sequential`` itself, also after fully_shard, which subclasses it."""
+    """Returns True for ``nn.Sequential`` itself, also after fully_shard, which subclasses it."""
     return type(module).__name__ in ("Sequential", "FSDPSequential")
 
 
@@ -266,7 +269,7 @@ def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> 
     words = {word for component in info.path[-2:] for word in component.lower().split("_")}
     if words & _HEAD_WORDS and rows != cols:
         return True
-    # The size of a residual stream is a side of other matrices, too.
+    # The size of a residual stream is also a side of other matrices.
     others = (d.param.shape for d in muons if d is not decision and d.param.ndim > 1)
     sides = {side for shape in others for side in shape}
     return rows not in sides and rows < cols and (rows <= _FEW or rows * 4 < cols)

@@ -1,6 +1,6 @@
-"""Finds the modules that hold a parameter, and what they or their configs say of it.
+"""Finds the modules that hold a parameter, and what they or their configs say about it.
 
-Nothing here reads a weight.
+Nothing in this module reads weights.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..distributed import dtensors
 from ..parameters.names import is_wrapper, normalize_name
 
-# What models call their own configuration: transformers, torchtitan, others.
+# Attributes for a model's config: in transformers, torchtitan, and others.
 _CONFIGS = ("config", "model_args", "args")
-# What configurations and modules call their number of experts.
+# Names for the number of experts in configs and modules.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
 
-PAIR = "w13"  # gate and up projections as torchtitan stacks them, (2, rows, cols)
+PAIR = "w13"  # gate and up projections as stacked in torchtitan, (2, rows, cols)
 
-# Name components between a layer and its own weight; the first two are of adapters (PEFT).
+# Name components between a layer and its weight; the first two come from adapters (PEFT).
 _INNER_WRAPPERS = frozenset({"base_layer", "original_module", "module"})
 
 
@@ -32,10 +32,10 @@ class ParamInfo:
     """One of the places where a model registers a parameter.
 
     Args:
-        name: FQN of the parameter, without the components that wrappers add.
+        name: FQN of the parameter, without wrappers' components.
         module: the module that holds the parameter.
-        attribute: what the module calls the parameter.
-        above: the modules around that one, innermost first.
+        attribute: the parameter's name in the module.
+        above: the modules around that module, innermost first.
     """
 
     name: str
@@ -45,17 +45,17 @@ class ParamInfo:
 
     @property
     def layer(self) -> nn.Module:
-        """The module, or the one that it parametrizes."""
+        """The module, or the module that it parametrizes."""
         return self.above[1] if self.is_original else self.module
 
     @property
     def is_original(self) -> bool:
-        """Whether the parameter is what a parametrization computes the layer's weight from."""
+        """True if a parametrization computes the layer's weight from the parameter."""
         return isinstance(self.module, ParametrizationList) and len(self.above) > 1
 
     @property
     def path(self) -> list[str]:
-        """Components of the layer's name: ``["layers", "0", "wq"]``."""
+        """The components of the layer's name: ``["layers", "0", "wq"]``."""
         # A parametrized layer's weight is called <layer>.parametrizations.weight.original0.
         return self.name.split(".")[: -3 if self.is_original else -1]
 
@@ -70,7 +70,7 @@ class ParamInfo:
 
     @property
     def is_conv1d(self) -> bool:
-        """Whether the parameter is a weight stored (in, out), as GPT-2's are."""
+        """True if the parameter is a weight stored as (in, out), as in GPT-2."""
         return self.attribute == "weight" and "Conv1D" in class_names(self.module)
 
 
@@ -79,11 +79,11 @@ class Decision:
     """Which algorithm trains a parameter, and why.
 
     Args:
-        name: FQN of the parameter, without the components that wrappers add.
+        name: FQN of the parameter, without wrappers' components.
         key: FQN of the parameter in the model's ``state_dict()``.
         param: the parameter.
         algorithm: ``"Muon"``, ``"AdamW"`` or ``"frozen"``.
-        reason: why, in a few words.
+        reason: a few words on why.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Decision:
     reason: str
 
 
-# Of each parameter, by its id, in the model's order; tied parameters have several.
+# By id of each parameter, in the model's order; tied parameters have several infos.
 ParamInfos = Mapping[int, Sequence[ParamInfo]]
 
 
@@ -105,7 +105,7 @@ def infos_of(model: nn.Module) -> ParamInfos:
         paths = [
             ".".join(components[:end])
             for end in range(len(components) - 1, -1, -1)
-            if not is_wrapper(components[: end + 1])  # names have none of these either
+            if not is_wrapper(components[: end + 1])  # names lack wrappers' components, too
         ]
         above = tuple(modules[outer] for outer in paths if outer in modules)
         for attribute, param in module._parameters.items():
@@ -119,7 +119,7 @@ def infos_of(model: nn.Module) -> ParamInfos:
 
 
 def unsharded_ids(model: nn.Module) -> set[int]:
-    """Ids of the whole parameters that FSDP2 puts in place of shards for a while."""
+    """Returns ids of the unsharded parameters that FSDP2 registers temporarily."""
     fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     ids: set[int] = set()
     for module in model.modules():
@@ -132,9 +132,9 @@ def unsharded_ids(model: nn.Module) -> set[int]:
 
 
 def look_up(model: nn.Module, info: ParamInfo, keys: Sequence[str]) -> Optional[int]:
-    """A size that the modules around a parameter, or their configurations, call by a key.
+    """Returns a size that a config or module around a parameter has under one of the keys.
 
-    Configurations come first, since tensor parallelism may divide what modules say.
+    Configs come first, since tensor parallelism may divide the sizes in modules.
     """
     around = (info.module, *info.above, model)
     sources = [config for module in around for config in configs_of(module)]
@@ -145,7 +145,7 @@ def look_up(model: nn.Module, info: ParamInfo, keys: Sequence[str]) -> Optional[
 
 
 def may_be_divided(info: ParamInfo) -> bool:
-    """Whether modules may tell sizes of one rank: not where FSDP2 alone shards the parameter."""
+    """Returns True if sizes in modules may be per rank, as in sharding by more than FSDP2."""
     param: Any = getattr(info.module, info.attribute, None)
     if not dtensors.is_dtensor(param):
         return False
@@ -165,7 +165,7 @@ def configs_of(module: nn.Module) -> Iterator[Any]:
 
 
 def size_in(source: Any, keys: Sequence[str]) -> Optional[int]:
-    """The first positive integer that a module or a configuration calls by one of the keys."""
+    """Returns the first positive integer that a module or config has under one of the keys."""
     for key in keys:
         value = read(source, key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -174,7 +174,7 @@ def size_in(source: Any, keys: Sequence[str]) -> Optional[int]:
 
 
 def read(source: Any, key: str) -> Any:
-    """What a module or a configuration calls by a key, or None; properties may raise anything."""
+    """Returns a module's or config's value for a key, or None, also if a property raises."""
     try:
         return source.get(key) if isinstance(source, Mapping) else getattr(source, key, None)
     except Exception:
@@ -182,12 +182,12 @@ def read(source: Any, key: str) -> Any:
 
 
 def class_names(thing: object) -> Iterator[str]:
-    """Names of a thing's class and its bases: to import the classes would cost too much."""
+    """Returns names of an object's class and bases, as importing the classes would be too slow."""
     return (cls.__name__ for cls in type(thing).__mro__)
 
 
 def expert_key(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[str]:
-    """The component of a parameter's name that holds experts, if name or config tells of any."""
+    """Returns the component of a name that marks experts, if the name or config indicates any."""
     components = info.name.split(".")
     if info.is_convolution or is_paired_row_by_row(info, param):
         return None
@@ -205,27 +205,27 @@ def expert_key(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[str
 
 
 def is_paired_row_by_row(info: ParamInfo, param: Tensor) -> bool:
-    """Whether each row of a gate lies beside one of the up projection: (…, rows, 2, cols)."""
+    """Returns True if rows of a gate and an up projection are interleaved: (…, rows, 2, cols)."""
     return info.attribute == PAIR and param.ndim > 2 and param.shape[-2] == 2
 
 
 def owning_components(name: str) -> list[str]:
-    """The name's components that tell what the parameter is: ``[…, "wq", "weight"]``.
+    """Returns the components of a name that identify the parameter: ``[…, "wq", "weight"]``.
 
     ``lm_head.0.weight``, ``lm_head.parametrizations.weight.original0`` and
-    ``lm_head.modules_to_save.default.weight`` all are ``lm_head``'s ``weight``.
+    ``lm_head.modules_to_save.default.weight`` are all ``lm_head``'s ``weight``.
     """
     components = normalize_name(name).split(".")
     if "parametrizations" in components[:-1]:
         index = components.index("parametrizations")
         components = [*components[:index], components[index + 1]]
-    if "modules_to_save" in components[:-2]:  # PEFT: followed by the adapter's name
+    if "modules_to_save" in components[:-2]:  # in PEFT, the adapter's name follows
         index = components.index("modules_to_save")
         components = [*components[:index], *components[index + 2 :]]
     return [c for c in components if not c.isdigit() and c not in _INNER_WRAPPERS] or [""]
 
 
 def component_of(name: str) -> str:
-    """The last component of a parameter's name that says something."""
+    """Returns the last component of a parameter's name that is neither a number nor "weight"."""
     named = [c for c in name.split(".") if not c.isdigit() and c != "weight"]
     return named[-1] if named else name
