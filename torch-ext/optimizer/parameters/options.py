@@ -453,7 +453,7 @@ class Settings:
     staging_bytes: Optional[int] = _option(
         # `is_number` is False for an int too large for a float.
         _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0"),
-        "maximum number of bytes that a rank gathers per chunk, unless a single matrix is larger. "
+        "maximum bytes that a rank gathers per chunk, unless a single matrix is larger. "
         "None means 64 MiB on accelerators and 1 MiB on CPUs",
     )
     triton: bool = _option(
