@@ -181,7 +181,8 @@ def finding(table: str, dots: Dots, best: Callable[..., str]) -> str:
     if not winners:
         return table
     winner = mode(winners)
-    return f"{table}: {winner} is best in {winners.count(winner)} of {len(winners)}"
+    name = winner.removesuffix(", effective TFLOP/s")
+    return f"{table}: {name} is best in {winners.count(winner)} of {len(winners)}"
 
 
 def draw_dots(panels: Sequence[tuple[str, Dots]], unit: str, path: Path, fake: bool) -> None:
@@ -198,7 +199,8 @@ def draw_dots(panels: Sequence[tuple[str, Dots]], unit: str, path: Path, fake: b
             label_rows(axes, list(dots))
             powers = [math.log10(value) for row in dots.values() for value in row.values()]
             decades = 10.0 ** math.floor(min(powers)), 10.0 ** math.ceil(max(powers))
-            axes.set(xscale="log", xlim=decades, title=title)
+            axes.set(xscale="log", xlim=decades)
+            axes.set_title(title, loc="left", fontsize=11)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
             axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -178,7 +178,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "AdamW's checkpoint": (
         adamws_checkpoint,
-        "the checkpoint is of kind 'torch_adamw', as the keys of its groups show: "
+        "the checkpoint has kind 'torch_adamw', judging by the keys of its groups: "
         "load_foreign_state_dict(state_dict, params=model.parameters(), kind='torch_adamw') "
         "converts it",
     ),
@@ -581,7 +581,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Any, ...]] = {
     "momentum of AdamW's": (put(5, "momentum_buffer", torch.zeros(2)), "head.bias"),
     "no second moment": (lambda s: s["state"][5].pop("exp_avg_sq"), "head.bias", "exp_avg_sq"),
     "no momentum": (lambda s: s["state"][4].pop("momentum_buffer"), OF_2, "momentum_buffer"),
-    "no longer side's": (lambda s: s["state"][4].pop("second_momentum_buffer"), OF_2, "lack"),
+    "no longer side's": (lambda s: s["state"][4].pop("second_momentum_buffer"), OF_2, "but not"),
     "no steps": (lambda s: s["state"][5].pop("step"), "head.bias", "step"),
     "state of none": (lambda s: s["state"].update({9: s["state"][5]}), "parameter 9"),
     "state by a name": (lambda s: s["state"].update({"w1": s["state"].pop(4)}), "w1"),

@@ -2,7 +2,7 @@
 
 torch rounds every page-locked allocation up to a power of two. So the arena maps whole pages of
 ordinary memory, and registers them with the device's driver if torch has a call for that. If not,
-tensors share segments whose size is a power of two or less.
+it fills segments of at most a power of two with as many tensors as fit.
 
 A tensor is an interval of its segment with its own storage, so pickles and files contain the tensor
 alone. Each tensor keeps its segment alive (`torch.frombuffer` keeps its buffer), and the arena does
@@ -106,7 +106,7 @@ class Arena:
             reason = str(error).strip().split("\n")[0]
             warnings.warn(
                 f"no page-locked host memory for offloaded state ({reason}): copies will be slow "
-                "and hold up the host",
+                "and block the host; if the limit of locked memory is low, raise it (ulimit -l)",
                 RuntimeWarning,
                 stacklevel=1,
             )

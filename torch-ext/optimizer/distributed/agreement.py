@@ -313,7 +313,7 @@ def _contradiction(named: Mapping[int, Collection[Ranks]]) -> Optional[str]:
         if lacking:
             naming = next(rank for rank in named if ranks in named[rank])
             return (
-                f"rank {naming} has parameters on a mesh of ranks {list(ranks)}, rank "
+                f"rank {naming} has parameters on a mesh of ranks {list(ranks)}, but rank "
                 f"{lacking[0]} has none there; give all ranks of a mesh the same parameters"
             )
     return None

@@ -133,8 +133,8 @@ def check_placements(tensor: Tensor) -> None:
     for placement in tensor.placements:  # type: ignore[attr-defined]
         if not isinstance(placement, (Shard, _StridedShard, Replicate)):
             raise ValueError(
-                f"has placement {placement!r}; Shard and Replicate are supported, "
-                "reduce a Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
+                f"has placement {placement!r}; only Shard and Replicate are supported. Reduce a "
+                "Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
             )
     if unusual_shard_order(tensor) is not None:
         raise ValueError(

@@ -101,18 +101,18 @@ class Replicas:
             for rank, its_sums in zip(self.ranks[1:], sums[1:]):
                 if indices and torch.equal(its_sums[indices], sums[0, indices]):
                     return (
-                        f"state of {names[indices[0]]} is that of the same rows on ranks "
-                        f"{first} and {rank}, and so is all other state: both have loaded the part "
-                        "that one rank saved. Save with torch.distributed.checkpoint, or one file "
-                        "per rank. If a trainer saves on one rank only, leave process_group out: "
-                        "then each rank has the whole state"
+                        f"state of {names[indices[0]]} has the same rows on ranks {first} and "
+                        f"{rank}, and so has all other state: both have loaded the part that one "
+                        "rank saved. Save with torch.distributed.checkpoint, or one file per rank. "
+                        "If a trainer saves on one rank only, leave process_group out: then each "
+                        "rank has the whole state"
                     )
             differ = (norms - norms[0]).abs() > GRADIENT_ROUNDING * norms.maximum(norms[0])
             for rank, index in differ.nonzero().tolist() if averaged else ():
                 return (
-                    f"the gradient of {names[index]} on rank {self.ranks[rank]} is another "
-                    f"than on rank {first}: average gradients in backward with "
-                    'DistributedDataParallel, or in step() with grad_reduce="mean"'
+                    f"the gradient of {names[index]} on rank {self.ranks[rank]} differs from "
+                    f"rank {first}'s: average gradients in backward with DistributedDataParallel, "
+                    'or in step() with grad_reduce="mean"'
                 )
         return None
 

@@ -262,7 +262,7 @@ def _warn_of_none(logits: Optional[Logits]) -> bool:
     elif isinstance(logits, Mapping) and logits and all(v is None for v in logits.values()):
         problem = (
             "qk_logits has no logits of any layer, so nothing is clipped: attach qk_recorder to "
-            "the model that is trained; it was not, or it was removed or replaced"
+            "the model that is trained; it hooks another model, or was removed or replaced"
         )
     else:
         return False

@@ -28,7 +28,7 @@ def _are_indices(value: Any) -> bool:
     return value is None or (is_list and all(is_int(index) and index >= 0 for index in value))
 
 
-_INDICES = Option(_are_indices, "a list of numbers of heads")
+_INDICES = Option(_are_indices, "a list of head indices")
 _LATENT_DIMS = {
     "qk_nope_head_dim": _int_from(1),
     "qk_rope_head_dim": _int_from(0),
@@ -67,7 +67,7 @@ class LayerConfig:
     row_map: Mapping[str, str]
 
 
-# By a layer's number or the beginning of its name; None stands for all layers without a key.
+# By a layer's number or the beginning of its name; None stands for all layers without such a key.
 ClipConfig = Mapping[Optional[LayerKey], Optional[LayerConfig]]
 
 

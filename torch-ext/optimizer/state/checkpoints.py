@@ -37,8 +37,8 @@ def read_states(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any
     torch.distributed.checkpoint's ``dcp_to_torch_save`` writes these ids as text.
 
     Returns:
-        By id, the state that this package loads, and the state that torch loads: under keys of
-        others, or under ids that are no parameter's.
+        By id, the state that this package loads, and the state that torch loads: under unknown
+        keys, or under ids that no group lists.
 
     Raises:
         ValueError: groups or state have another form than torch.optim's, or an id appears twice.
