@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from plots import HEAD, Theme, add_head, save
 
 ROUNDINGS = ("fp32", "nearest", "stochastic", "exact")
-HUES = {"nearest": "orange", "stochastic": "yellow", "exact": "blue"}
+HUES = {"nearest": "orange", "stochastic": "teal", "exact": "blue"}
 
 
 def train(task: Task, rounding: str, lr: float, steps: int, seed: int) -> Curve:
@@ -106,12 +106,14 @@ def plot(path: Path, lrs: Sequence[float], curves: dict[tuple[float, str], list[
         f"Rounding weights to the nearest bf16 costs {last(costs[lr, 'nearest']):.3f} nats "
         f"at lr {lr:g}, exact rounding {last(costs[lr, 'exact']):.3f}"
     )
-    subtitle = "Validation loss above that with fp32 weights, mean of the seeds"
+    seeds = len(curves[lr, "nearest"])
+    whose = "one seed" if seeds == 1 else f"mean of {seeds} seeds"
+    subtitle = f"Validation loss above that with fp32 weights, {whose}"
 
     def draw(plt: Any, theme: Theme) -> Any:
-        size = (max(10, 4.5 * len(lrs)), 4.8)
+        size = (max(11, 4.5 * len(lrs)), 4.8)
         figure, panels = plt.subplots(1, len(lrs), figsize=size, sharey=True, squeeze=False)
-        figure.subplots_adjust(left=0.07, right=0.985, bottom=0.12, wspace=0.08)
+        figure.subplots_adjust(left=0.08, right=0.985, bottom=0.12, wspace=0.08)
         figure.subplots_adjust(top=1 - (HEAD + 0.25) / size[1])
         for lr, axes in zip(lrs, panels[0]):
             axes.axhline(0, color=theme.text, linewidth=1.2, linestyle=(0, (4, 3)), label="fp32")
@@ -129,13 +131,13 @@ def plot(path: Path, lrs: Sequence[float], curves: dict[tuple[float, str], list[
 
 
 def cost(runs: Sequence[Curve], baseline: Sequence[Curve]) -> Curve:
-    """Mean difference of the losses, seed by seed, in the second half of the steps."""
+    """Mean difference of the losses, seed by seed."""
     points = []
     for at_step in zip(*runs, *baseline):
         losses = [loss for _, loss in at_step]
         mean = fmean(losses[: len(runs)]) - fmean(losses[len(runs) :])
         points.append((at_step[0][0], mean))
-    return points[len(points) // 2 :]
+    return points
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ class Group:
     capturable: bool = _option(
         _BOOL,
         "True if a CUDA graph may capture the step, as in torch.optim. Gradients stay in place. "
-        "Not with traffic between ranks or CPU offload",
+        "Not possible with traffic between ranks or CPU offload",
     )
 
     def name_of(self, index: int) -> str:
