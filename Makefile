@@ -1,14 +1,14 @@
-# Every target sets up what it needs: `make test` in a fresh checkout is enough.
+# Every target sets up what it needs, so `make test` works in a fresh checkout.
 
 PYTHON ?= python3
-# TORCH: a release to use in place of the one in requirements.txt, in an environment of its own.
+# TORCH: release of torch to use instead of the one in requirements.txt, in a separate environment.
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 override VENV := $(patsubst %/,%,$(VENV))
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-# HERE: anything takes $(PYTHON) with the packages that it has, and installs nothing: for machines
-# with a torch of their own (ROCm, XPU, another CUDA), or without a network.
+# HERE: any value uses $(PYTHON) with the packages that it has, and installs nothing. Meant for
+# machines with their own torch build (ROCm, XPU, another CUDA), or without network access.
 HERE ?=
 ifneq ($(HERE),)
 PY := $(PYTHON)
@@ -17,23 +17,23 @@ endif
 CLIENTS := .venv-clients
 override CLIENTS := $(patsubst %/,%,$(CLIENTS))
 ifneq ($(words $(VENV))$(words $(CLIENTS)),11)
-$(error VENV and CLIENTS are one word each)
+$(error VENV and CLIENTS must each be one word)
 endif
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
-# NPROC: ranks of `make train`. By default one per accelerator, or up to four that share the CPU.
+# NPROC: number of ranks for `make train`; by default, one per accelerator, or up to four on the CPU.
 NPROC ?=
-# ARGS: extra arguments of `make train` (examples/compare.py), `make test` (pytest), `make bench` and
+# ARGS: extra arguments for `make train` (examples/compare.py), `make test` (pytest), `make bench`, and
 # `make gpu` (scripts/gpu_report.py).
 ARGS ?=
 
-# SLOW: anything makes `make test` run the slowest tests, too, as continuous integration does.
+# SLOW: any value makes `make test` also run the slowest tests, as continuous integration does.
 SLOW ?=
 
-# BENCHMARKS: which scripts; ARGS go to each of them.
+# BENCHMARKS: scripts that `make bench` runs, each with ARGS.
 BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py offload.py)
 
-# RESULTS: anything makes each script of `make bench` write its tables to benchmarks/results, too.
+# RESULTS: any value makes each script of `make bench` also write its tables to benchmarks/results.
 RESULTS ?=
 
 .DEFAULT_GOAL := help
@@ -42,19 +42,19 @@ RESULTS ?=
 help:
 	@echo "make build   build every Hub variant into build/"
 	@echo "make train   train a small model with Muon and AdamW (NPROC=ranks, ARGS=options)"
-	@echo "make test    lint, then run the tests (SLOW=1: the slowest, too; ARGS=\"-m kernels_ci\": the quick ones;"
-	@echo "             TORCH=2.15.0: with that torch, without lint)"
+	@echo "make test    lint, then run the tests (SLOW=1: also the slowest; ARGS=\"-m kernels_ci\": only the quick ones;"
+	@echo "             TORCH=2.15.0: with that release of torch, without lint)"
 	@echo "make test-clients   train with transformers, accelerate, Lightning, torchtitan (installs them)"
-	@echo "make lint    ruff and mypy"
-	@echo "make format  let ruff rewrite the sources"
-	@echo "make bench   time steps and orthogonalization, and show its accuracy (BENCHMARKS=script, ARGS=options;"
-	@echo "             RESULTS=1: write benchmarks/results/<script>.md, too)"
-	@echo "make gpu     prove on GPUs what CPUs cannot, in ten minutes, and write runs/gpu/report.md (HERE=1: with the"
-	@echo "             Python, torch and packages that are there; ARGS=--full, --fake, \"--seconds 420\")"
-	@echo "make clean   remove outputs and caches (not the environment)"
+	@echo "make lint    run ruff and mypy"
+	@echo "make format  fix and format the code with ruff"
+	@echo "make bench   time steps, and measure the speed and accuracy of orthogonalization (BENCHMARKS=script,"
+	@echo "             ARGS=options; RESULTS=1: also write benchmarks/results/<script>.md)"
+	@echo "make gpu     check on GPUs, in ten minutes, what CPUs can't show; write runs/gpu/report.md (HERE=1: with the"
+	@echo "             installed Python, torch, and packages; ARGS=--full, --fake, \"--seconds 420\")"
+	@echo "make clean   remove outputs and caches, but not the environment"
 
 CHECK_PYTHON := $(PYTHON) -c 'import sys; \
-	sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
+	sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is required: make PYTHON=...")'
 
 HAS_PACKAGES := $(PYTHON) -c 'import importlib.util, sys; \
 	names = "torch numpy kernels huggingface_hub rich matplotlib pytest xdist".split(); \
@@ -65,22 +65,23 @@ has-packages:
 	@$(CHECK_PYTHON)
 	@$(HAS_PACKAGES)
 
-# Makes an environment, in the place of one that was made here before, of nobody else's folder. The
-# mark that tells them apart is there first and stays, so that an interrupted run can be repeated.
+# Creates an environment. It replaces an environment that make created earlier, but no other folder.
+# The marker that tells them apart is written first and stays, so an interrupted run can be repeated.
 define ENVIRONMENT
 	@$(CHECK_PYTHON)
 	@if [ -L "$(1)" ] || [ -n "$$(ls -A "$(1)" 2>/dev/null)" ] && \
 		[ ! -e "$(1)/.made-by-make" ] && [ ! -e "$(1)/.installed" ]; then \
-		echo "$(1) is no environment that make has made: remove it, or name another folder" >&2; exit 1; fi
+		echo "$(1) is not an environment that make created: remove it, or choose another folder" >&2; exit 1; fi
 	mkdir -p "$(1)"
 	@touch "$(1)/.made-by-make"
 	find "$(1)" -mindepth 1 ! -name .made-by-make -delete
 	$(PYTHON) -m venv "$(1)"
 endef
 
-# Starting from an empty environment repairs an interrupted install and drops what is no longer
-# required; the stamp is written last, so that neither passes for a complete one. GPU builds of torch
-# bring the Triton that fits them; beside its CPU build this one interprets and compiles the kernels.
+# Starting from an empty environment repairs an interrupted install and drops packages that are no
+# longer required. The stamp is written last, so an incomplete environment never passes for a complete
+# one. GPU builds of torch come with a matching Triton. CPU builds don't, so requirements-triton.txt
+# installs one that interprets and compiles the kernels.
 $(VENV)/.installed: requirements.txt requirements-triton.txt
 	$(call ENVIRONMENT,$(VENV))
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements.txt > $(VENV)/requirements.txt
@@ -114,7 +115,7 @@ train: build
 	LOCAL_KERNELS="org/optimizer=$(CURDIR)" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} \
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$$1 examples/compare.py $(ARGS)
 
-# Other releases declare other types, so lint is for the one in requirements.txt.
+# Releases of torch declare different types, so lint runs only with the one in requirements.txt.
 test: $(if $(TORCH)$(HERE),$(INSTALLED),lint)
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),,-m "not slow") $(ARGS)
 

@@ -147,11 +147,11 @@ def test_a_step_takes_one_exchange_once_ranks_know_each_other_also_after_meshes_
 
 # The sets before, or None if these are a first step's; those of one rank; its error; what all hear.
 CHANGES: list[tuple[Sets | None, int, Sets, str | None, str]] = [
-    (CHAIN, 2, ((1, 2),), None, r"rank 3 .*\[2, 3\], rank 2 has none"),
-    (CHAIN, 2, (), None, r"rank 1 .*\[1, 2\], rank 2 has none"),
-    (CHAIN, 2, ((0, 2), *CHAIN), None, r"rank 2 .*\[0, 2\], rank 0 has none"),
+    (CHAIN, 2, ((1, 2),), None, r"rank 3 .*\[2, 3\], but rank 2 has none"),
+    (CHAIN, 2, (), None, r"rank 1 .*\[1, 2\], but rank 2 has none"),
+    (CHAIN, 2, ((0, 2), *CHAIN), None, r"rank 2 .*\[0, 2\], but rank 0 has none"),
     (CHAIN, 2, ((1, 2),), "no such mesh", "rank 2: no such mesh"),
-    (None, 0, ((0, 1, 2, 3), (0, 1)), None, r"rank 0 .*\[0, 1\], rank 1 has none"),
+    (None, 0, ((0, 1, 2, 3), (0, 1)), None, r"rank 0 .*\[0, 1\], but rank 1 has none"),
 ]
 
 

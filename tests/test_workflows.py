@@ -96,7 +96,7 @@ def test_make_empties_no_folder_that_it_has_not_made(tmp_path):
     mine.touch()
     link = tmp_path / "link"
     link.symlink_to(mine.parent)
-    refused = "is no environment that make has made"
+    refused = "is not an environment that make created"
     for target, variable in (("build", "VENV"), ("test-clients", "CLIENTS")):
         for folder, why in (
             *((mine.parent, refused), (f"{link}/", refused), (tmp_path, refused), (mine, "")),

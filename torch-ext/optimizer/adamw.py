@@ -119,9 +119,7 @@ class Part:
 class Binder:
     """Divides AdamW's parameters into parts, bound to their storages.
 
-    Args:
-        groups, state, offload, rounding: the optimizer's.
-        replicas: in ZeRO-2, the replicas that divide the work; otherwise None.
+    In ZeRO-2, ``replicas`` divide the work; otherwise it is None.
     """
 
     def __init__(
@@ -213,10 +211,7 @@ class Binder:
 
 
 def narrow(tensor: Tensor, index: Optional[Index]) -> Tensor:
-    """Returns the piece of a tensor, which may also be one that broadcasts to the divided tensor.
-
-    None stands for the whole tensor.
-    """
+    """Returns a piece of the divided tensor, or of one that broadcasts to it; None: all of it."""
     if index is None:
         return tensor
     sizes = zip(tensor.shape, index)

@@ -115,10 +115,7 @@ class Block:
         return tuple(tuple(part[number] for number in range(len(self.axes))) for part in chosen)
 
     def local_part(self, box: Region, held: Region) -> LocalPart:
-        """Returns the position of a box in a local tensor.
-
-        The local tensor is the region ``held`` of the stored tensor.
-        """
+        """Returns the position of a box in a local tensor, which is the region ``held``."""
         starts = [start - first for start, (first, _) in zip(self.starts, held)]
         for axis, (start, _) in zip(self.axes, box):
             starts[axis.dim] += start * axis.stride
@@ -227,10 +224,7 @@ def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split
 
 
 def _block(experts: Sequence[int], parts: Sequence[Part]) -> Block:
-    """Returns the block of one part of the rows and one part of each dimension of the columns.
-
-    ``experts`` are the sizes of the leading dimensions.
-    """
+    """Returns the block for a part of the rows and of each column dimension, in all experts."""
     counting = [Axis(dim, size) for dim, size in enumerate(experts)]
     joined: list[list[Axis]] = []
     for dim, part in enumerate(parts, len(experts)):

@@ -340,7 +340,7 @@ class Muon(Stateful):
         loss = None
         with Scaling(self) as scaling:
             if closure is not None:
-                with self._telling_of_errors(scaling), torch.enable_grad():
+                with self._reporting_errors(scaling), torch.enable_grad():
                     loss = closure()
             self._step(qk_logits, scaling)
         return loss
@@ -359,13 +359,13 @@ class Muon(Stateful):
             "step()", progress.may_have_written, progress.may_have_parted
         )
         with changing, triton_kernels.enabled(self._settings.triton):
-            with self._telling_of_errors(scaling):
+            with self._reporting_errors(scaling):
                 step = self._check(qk_logits, scaling, progress)
             if self._agree(step, scaling):
                 self._run(step, scaling)
 
     @contextmanager
-    def _telling_of_errors(self, scaling: Scaling) -> Iterator[None]:
+    def _reporting_errors(self, scaling: Scaling) -> Iterator[None]:
         """Reports an error raised in this context to the ranks that would wait for this one."""
         self._agreement.begin()
         try:

@@ -29,10 +29,7 @@ class Scratch:
         device: torch.device,
         make: Callable[..., Tensor] = torch.empty,
     ) -> Tensor:
-        """Returns an uninitialized contiguous tensor.
-
-        It is valid until the next call with the same purpose, dtype and device.
-        """
+        """Returns an uninitialized tensor, valid until the next call for its purpose and dtype."""
         key, numel = (purpose, dtype, device), math.prod(shape)
         if key not in self._buffers or self._buffers[key].numel() < numel:
             self._buffers.pop(key, None)  # free it before the larger one is allocated
@@ -48,8 +45,8 @@ class Scratch:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a flat tensor of ``numel`` elements, valid until it is returned with `give`.
 
-        New buffers are zeroed and reused ones keep their contents, so that padding, which travels,
-        never has arbitrary bits: they could be NaN, on which NCCL aborts with NaN checks on.
+        New buffers are zeroed and reused ones keep their contents. Uninitialized padding, which
+        travels, could be NaN, on which NCCL aborts if its NaN check is on.
         """
         free = self._free.setdefault((dtype, device), [])
         fitting = [index for index, buffer in enumerate(free) if buffer.numel() >= numel]

@@ -11,8 +11,7 @@ where ``bits`` are those of the fp32 weight. The parameter gets the upper half o
 residual, bits − rounded, which restores the fp32 weight bit for bit. The residual fits an int16; it
 would not with ties to even. A weight that rounds to above the largest bf16 number is Inf in the
 parameter, and finite again when it is restored. The state stores each int16 as two bytes along an
-extra dimension, because NCCL and gloo have no int16 collectives, with which checkpoints gather
-shards.
+extra dimension: checkpoints gather shards, and NCCL and gloo have no collectives for int16.
 
 ``"stochastic"`` adds a random number of 16 bits, so that a weight is rounded away from zero with
 the probability that makes the expected rounded weight equal to the weight.

@@ -47,10 +47,7 @@ def normalize_names(names: Iterable[str]) -> list[str]:
 
 
 def find_name(names: Iterable[str]) -> Callable[[str], Optional[str]]:
-    """Returns a function that finds a name in ``names``, also if wrappers' components differ.
-
-    The function returns None if no name, or more than one, matches.
-    """
+    """Returns a function that finds a name in ``names`` up to wrappers' components, or None."""
     forms: list[Callable[[str], str]] = [
         lambda name: name,
         lambda name: _without(name, WRAPPERS),

@@ -195,37 +195,40 @@ class Group:
         ),
         "coefficients of the iterations: "
         + ", ".join(f'`"{family}"`' for family in newton_schulz.FAMILIES)
-        + ", one (a, b, c) for all iterations, or a list of them, whose length sets `ns_steps`",
+        + ", one triple (a, b, c) for all iterations, or a list of triples, whose length sets "
+        "`ns_steps`",
     )
     ns_algorithm: str = _option(
         one_of(*newton_schulz.ALGORITHMS),
         '`"standard"` multiplies the whole matrix in every iteration. `"gram"` iterates on the '
         "shorter side and multiplies the whole matrix only at restarts and at the end. "
-        '`"auto"` uses `"gram"` for shorter sides of at least 512 if it saves enough FLOPs; '
-        "`summary()` says why",
+        '`"auto"` uses `"gram"` if the shorter side is at least 512 and enough FLOPs are saved; '
+        "`summary()` shows the reason",
     )
     ns_dtype: Optional[torch.dtype] = _option(
         _OPTIONAL_DTYPE,
         "dtype of the iteration's arithmetic. None means fp16 on accelerators, bf16 on CPUs with "
-        "instructions for it (avx512_bf16, AMX, Arm's bf16), fp32 on other CPUs and on MPS, and "
+        "bf16 instructions (avx512_bf16, AMX, Arm's bf16), fp32 on other CPUs and on MPS, and "
         "fp64 for fp64 weights. fp16 on CPUs is slow",
     )
     ns_eps: float = _option(
-        _NONNEGATIVE, "added to the norm after the matrix is divided by its largest magnitude"
+        _NONNEGATIVE,
+        "epsilon added to the norm, after the matrix has been divided by its largest magnitude",
     )
     ns_eps_absolute: Optional[float] = _option(
         _optional(*_NONNEGATIVE[:2]),
-        "added to the norm of the matrix itself, as in most other Muons, so that smaller gradients "
-        "make smaller updates",
+        "epsilon added to the norm of the matrix itself, as in most other Muon implementations, so "
+        "that smaller gradients lead to smaller updates",
     )
     ns_norm_factor: Optional[float] = _option(
         _optional(_is_positive, "a finite number > 0"),
-        "factor on the norm. None means 1.02 for Polar Express, and 1 for other coefficients",
+        "factor that multiplies the norm. None means 1.02 for Polar Express, and 1 for other "
+        "coefficients",
     )
     ns_equilibrate: bool = _option(
         _BOOL,
-        "True to first scale each row of a matrix, as stored, to the root mean square of the rows' "
-        "norms ([MuonEq](https://arxiv.org/abs/2603.28254), as in nanochat)",
+        "True to first scale each row of the stored matrix so that its norm is the root mean "
+        "square of all row norms ([MuonEq](https://arxiv.org/abs/2603.28254), as in nanochat)",
     )
     ns_renormalize: bool = _option(
         _BOOL,
@@ -238,38 +241,39 @@ class Group:
     )
     second_moment_side: str = _option(
         one_of("longer", "rows"),
-        'dimension of the second moment: `"longer"` has one number per index of a matrix\'s longer '
-        'side, as in nanochat; `"rows"` has one per row, also for wide matrices, as in dion\'s '
-        "NorMuon",
+        'dimension of the second moment: `"longer"` stores one number per index of a matrix\'s '
+        'longer side, as in nanochat; `"rows"` stores one per row, even for wide matrices, as in '
+        "dion's NorMuon",
     )
     cautious: bool = _option(
-        _BOOL, "True to decay a weight only where the update does not move it away from zero"
+        _BOOL, "True to decay a weight only where the update doesn't move it away from zero"
     )
     decay_lr: str = _option(
         one_of("base", "adjusted"), '`"base"` decays by `lr`, `"adjusted"` by `lr·scale`'
     )
     momentum_dtype: Optional[torch.dtype] = _option(
         _OPTIONAL_DTYPE,
-        "dtype of the momentum buffer. None means the gradient's dtype, but fp32 if "
+        "dtype of the momentum buffer. None means the gradient's dtype, or fp32 if "
         "`weight_rounding` updates bf16 weights in fp32, or if a parameter accepts gradients of "
-        "any dtype (torch's `grad_dtype=None`), which ZeRO-2 then averages in fp32",
+        "any dtype (torch's `grad_dtype=None`); ZeRO-2 averages these gradients in fp32",
     )
     weight_rounding: str = _option(
         one_of(*ROUNDINGS),
-        'how updated bf16 weights are rounded, including AdamW\'s. `"exact"` keeps 16 more bits of '
-        'each weight as state, so that steps equal those of fp32 weights. `"stochastic"` rounds at '
-        "random",
+        'how to round updated bf16 weights, including AdamW\'s. `"exact"` keeps 16 more bits of '
+        'each weight as state, so steps are the same as with fp32 weights. `"stochastic"` rounds '
+        "up or down at random",
     )
     missing_grad: str = _option(
         one_of("raise", "zero"),
-        '`"raise"` raises if only some ranks of a sharded matrix have a gradient, and skips a '
-        'matrix without a gradient on any rank. `"zero"` treats missing gradients as zeros',
+        '`"raise"` raises an error if only some ranks of a sharded matrix have a gradient, and '
+        'skips a matrix if no rank has one. `"zero"` treats missing gradients as zeros',
     )
     expert_keys: Optional[Sequence[str]] = _option(
         _optional(
             lambda value: _are(value, lambda key: isinstance(key, str)), "a list of name components"
         ),
-        "components of parameter names that mark stacked experts `(…, rows, cols)`; needs names",
+        "components of parameter names that mark stacked experts `(…, rows, cols)`; needs "
+        "named parameters",
     )
     split: Any = _option(
         Option(
@@ -282,14 +286,14 @@ class Group:
     )
     flatten: bool = _option(
         _BOOL,
-        "True to read tensors of more than two dimensions, such as convolutions, as (dim 0, all "
-        "the rest)",
+        "True to treat tensors with more than two dimensions, such as convolutions, as matrices "
+        "of shape (dim 0, all the rest)",
     )
     maximize: bool = _option(_BOOL, "True to maximize the objective, as in torch.optim")
     capturable: bool = _option(
         _BOOL,
-        "True if a CUDA graph may capture the step, as in torch.optim. Gradients stay in place. "
-        "Not with traffic between ranks or CPU offload",
+        "True to allow a CUDA graph to capture the step, as in torch.optim. Gradients stay in "
+        "place. Doesn't work with traffic between ranks or with CPU offload",
     )
 
     def name_of(self, index: int) -> str:
@@ -409,45 +413,48 @@ class Settings:
     debug: bool = _option(_BOOL, "True to log the plan")
     warmup_step: int = _option(
         Option(lambda value: is_int(value) and value >= 0, "an int ≥ 0"),
-        "the most chunks of a [lane](how-it-works.md#names) in flight besides the one that is "
-        "being orthogonalized; smaller values of this and of `chunk_size` need less memory",
+        "maximum number of chunks of a [lane](how-it-works.md#names) in flight, in addition to the "
+        "one being orthogonalized; smaller values of this option and of `chunk_size` need less "
+        "memory",
     )
     chunk_size: int = _option(
         Option(lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1"),
-        "the most matrices that a rank orthogonalizes per chunk; −1 limits chunks only by bytes",
+        "maximum number of matrices that a rank orthogonalizes per chunk; with −1, only "
+        "`staging_bytes` limits chunks",
     )
     use_distributed_muon: bool = _option(
         _BOOL,
-        "True for a plain reference, in which every rank gathers and orthogonalizes everything, "
-        "one parameter after another; not with `beta2`, `weight_rounding`, `capturable`, "
-        "`clip_config`, `process_group`, CPU offload or an audit",
+        "True to use a simple reference implementation, in which every rank gathers and "
+        "orthogonalizes everything, one parameter at a time. It doesn't work with `beta2`, "
+        "`weight_rounding`, `capturable`, `clip_config`, `process_group`, CPU offload, or an audit",
     )
     exact: bool = _option(
         _BOOL,
-        "True for arithmetic and wire in fp32 (fp64 for fp64 weights): steps of Muon's matrices "
-        "are bit-identical on every layout. `ns_dtype` and `comm_dtype` may then be fp32 or fp64",
+        "True to compute and communicate in fp32 (fp64 for fp64 weights), so that steps of Muon's "
+        "matrices are bit-identical on every layout. `ns_dtype` and `comm_dtype` can then only be "
+        "fp32 or fp64",
     )
     comm_dtype: Optional[torch.dtype] = _option(
         _OPTIONAL_WIRE,
-        "dtype of the wire, in which momentum and updates travel: bf16, fp32 or fp64. None means "
-        "bf16, or fp64 if the arithmetic is fp64",
+        "dtype of the wire, in which momentum and updates travel: bf16, fp32, or fp64. None means "
+        "bf16, or fp64 if the arithmetic is in fp64",
     )
     consistency_check: str = _option(
         Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}"),
         'when ranks [compare notes](layouts.md#ranks-agree-first): `"step"`, before every step; '
-        '`"plan"`, before the first step and after a change of parameters that all ranks share, or '
-        'of options of their plan; `"off"`, never',
+        '`"plan"`, before the first step and after a change to shared parameters or to options '
+        'that affect the plan; `"off"`, never',
     )
     hsdp: str = _option(
         Option(lambda value: value in hsdp.MODES, f"one of {hsdp.MODES}"),
-        'how replicas of shards work: they share the work (`"spread"`), each does all of it '
-        '(`"redundant"`), or whichever is expected to be faster (`"auto"`)',
+        '`"spread"` divides the work among replicas of shards, `"redundant"` repeats it on every '
+        'replica, and `"auto"` chooses whichever is expected to be faster',
     )
     staging_bytes: Optional[int] = _option(
         # `is_number` is False for an int too large for a float.
         _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0"),
-        "bytes that a rank gathers per chunk, unless one matrix is larger. None means 64 MiB on "
-        "accelerators and 1 MiB on CPUs",
+        "maximum bytes that a rank gathers per chunk, unless a single matrix is larger. "
+        "None means 64 MiB on accelerators and 1 MiB on CPUs",
     )
     triton: bool = _option(
         _BOOL,
@@ -456,7 +463,7 @@ class Settings:
     )
     grad_reduce: Optional[str] = _option(
         Option(lambda value: value in (None, "mean"), "one of None or 'mean'"),
-        '`"mean"` averages gradients over the ranks of `process_group` in the step (ZeRO-2)',
+        '`"mean"` averages gradients over the ranks of `process_group` during the step (ZeRO-2)',
     )
     replicas: Optional[Replicas] = None
     streams_state: bool = False
@@ -491,11 +498,11 @@ SETTINGS = _options_of(Settings)
 
 # Other arguments of `Muon` for all groups, and their meaning.
 OTHER_ARGUMENTS = {
-    "process_group": "the ranks that have replicas of the plain parameters: "
-    "[DDP and ZeRO-2](layouts.md#ddp-and-zero-2)",
+    "process_group": "process group of the ranks that have replicas of the plain parameters "
+    "([DDP and ZeRO-2](layouts.md#ddp-and-zero-2))",
     "clip_config": "options of [QK-Clip](offload-and-qk-clip.md#qk-clip)",
-    "ns_options": "rarely used options of the iteration, as one mapping; in "
-    "[groups](#ns_options) they are separate keys",
+    "ns_options": "rarely used options of the iteration, in one mapping; in "
+    "[groups](#ns_options), they're separate keys",
 }
 
 # Rare options of the iteration: keys of groups and, without ``ns_``, of ``ns_options``.

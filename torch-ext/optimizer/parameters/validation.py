@@ -75,8 +75,7 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     if pairs:
         if len(pairs) != len(params) or "names" in group:
             raise ValueError(
-                f"{where}: params mixes pairs with tensors or names: use (name, parameter) pairs "
-                "for all parameters, or tensors and names"
+                f"{where} mixes (name, parameter) pairs with tensors or names: use pairs only"
             )
         if not all(len(p) == 2 and isinstance(p[0], str) for p in pairs):
             raise ValueError(f"{where}: pairs in params must be (name, parameter)")
@@ -330,8 +329,7 @@ def _refuse_gradient(group: Group, index: int) -> None:
     shape, grad_shape = dtensors.raw_local(param).shape, dtensors.raw_local(grad).shape
     if not regions.is_same_shape(shape, grad_shape):
         raise ValueError(
-            f"{name} has shape {tuple(shape)} on this rank, but its gradient has "
-            f"{tuple(grad_shape)}: make both the same"
+            f"{name} has shape {tuple(shape)} on this rank, but its gradient {tuple(grad_shape)}"
         )
 
 

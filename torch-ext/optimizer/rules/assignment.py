@@ -1,7 +1,4 @@
-"""Assigns every parameter of a model to Muon or AdamW, and decides how Muon reads it.
-
-`Muon.for_model` applies these decisions, and `describe` shows them.
-"""
+"""Assigns every parameter of a model to Muon or AdamW, for `Muon.for_model` and `describe`."""
 
 from __future__ import annotations
 
@@ -101,7 +98,7 @@ def assign(
         muons = [d for d in decisions if d.algorithm == "Muon"]
         by_hand = {d.key for d in muons if any(matches(d.key, pattern) for pattern in given)}
         others = [d for d in muons if d.key not in by_hand]
-        found, unknown, whole = parted(model, infos, others, per_head)
+        found, unknown, whole = find_fused(model, infos, others, per_head)
         undecided += unknown
         splits = {key: fused.split for key, fused in found.items()}
         split = {**given, **split_patterns(splits, [d.key for d in muons])} or None
@@ -156,17 +153,15 @@ def _possible_heads(
     ]
 
 
-def parted(
+def find_fused(
     model: nn.Module,
     infos: ParamInfos,
     muons: Iterable[Decision],
     per_head: bool,
 ) -> tuple[dict[str, Fused], list[Undecided], list[str]]:
-    """Finds Muon's weights that hold several matrices or, with ``per_head``, several heads.
+    """Returns Muon's weights that hold several matrices or, with ``per_head``, heads, by key.
 
-    Returns:
-        These weights by key; weights that hold matrices of unknown sizes; and, with ``per_head``,
-        names of projections that hold heads of unknown sizes.
+    Also returns weights with matrices of unknown sizes, and names of those with unknown heads.
     """
     found: dict[str, Fused] = {}
     unknown, whole = [], []

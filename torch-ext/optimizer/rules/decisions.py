@@ -193,9 +193,9 @@ def decide(
 
 
 def _no_experts(infos: ParamInfos, decisions: Sequence[Decision]) -> dict[str, str]:
-    """Finds experts' parameters that are not stacked matrices; returns the reasons by name.
+    """Returns reasons, by name, why experts' parameters are no stacked matrices.
 
-    These are convolutions, and vectors of all experts next to stacks of the same length.
+    They are convolutions, or vectors of all experts next to stacks of the same length.
     """
     reasons = {}
     for decision in (d for d in decisions if d.algorithm == "Muon"):
@@ -222,10 +222,7 @@ def changed(
 def convolutions_of(
     model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
 ) -> list[Decision]:
-    """Returns AdamW's convolutions that may be Muon's.
-
-    These have many input and output channels: they read no pixels, and are not depthwise or heads.
-    """
+    """Returns AdamW's convolutions that may be Muon's: not of pixels, not depthwise, not heads."""
     kernels = [
         d
         for d in decisions

@@ -41,8 +41,7 @@ from .modules import (
     size_in,
 )
 
-# Weights whose rows are ordered by key head in any module, and classes in which those of any weight
-# are.
+# Weights whose rows are ordered by key head in any module, and classes in which all weights' are.
 _BY_HEAD = {"query_key_value", "linear_qkv"}
 _BY_HEAD_CLASSES = ("MiniMax", "InternLM2")
 _CODEGEN_SHARDS = 4  # CodeGen's rows come from so many devices, each with Q, V and K
@@ -196,10 +195,7 @@ def _fused(holds: str, parts: Sequence[Part], loop: str = "") -> Fused:
 
 
 def heads_in(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[Fused]:
-    """Returns what a weight holds, if it holds several matrices or attention heads.
-
-    ``split`` is None if heads form one matrix.
-    """
+    """Returns what a weight holds, if several matrices or heads; ``split`` is for matrices only."""
     fused = fused_in(model, info, param)
     if fused is not None or param.ndim < 2 or 0 in param.shape:
         return fused
@@ -317,10 +313,7 @@ def _size(name: str, find: SizeOf) -> int:
 
 
 def _part(term: str, find: SizeOf) -> Part:
-    """Returns a part of a layout, with 0 rows if a size is unknown.
-
-    All factors except the last count heads.
-    """
+    """Returns a part of a layout, 0 rows if a size is unknown; the last factor is a head's rows."""
     name, _, product = term.partition("=")
     sizes = [_size(factor, find) for factor in product.split("*")]
     return Part(name, math.prod(sizes), math.prod(sizes[:-1]))

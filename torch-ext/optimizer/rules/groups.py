@@ -11,7 +11,7 @@ from torch import nn
 from ..parameters.names import did_you_mean
 from ..parameters.replaced import ModelNames
 from ..parameters.validation import warn
-from .assignment import AUTO, Assignment, assign, parted
+from .assignment import AUTO, Assignment, assign, find_fused
 from .decisions import (
     ExpertKeys,
     as_keys,
@@ -84,7 +84,7 @@ def get_default_muon_param_groups(
     whole: Sequence[str] = ()
     if per_head:
         muons = [d for d in decisions if d.algorithm == "Muon"]
-        found, _, whole = parted(model, infos, muons, per_head)
+        found, _, whole = find_fused(model, infos, muons, per_head)
         by_head = {key: fused.by_head for key, fused in found.items() if fused.by_head is not None}
         if by_head:
             groups[0]["split"] = split_patterns(by_head, groups[0]["names"])

@@ -149,10 +149,7 @@ def _called_a_head(info: ParamInfo) -> str:
 
 
 def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
-    """Returns the weight of the last linear layer, or its parametrization's largest parameter.
-
-    Without linear layers, the last 1 × 1 convolution counts.
-    """
+    """Returns the largest parameter of the last linear layer or, without any, 1 × 1 convolution."""
     modules = [m for name, m in model.named_modules() if not _MODULATION.search(name)]
     linear = [m for m in modules if isinstance(m, nn.Linear)]
     linear = linear or [m for m in modules if _is_of_one_pixel(m)]
@@ -169,8 +166,7 @@ def _is_of_one_pixel(module: nn.Module) -> bool:
 def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
     """Returns True if a matrix is not square and no hidden layer or tied head can use its outputs.
 
-    Input layers do not count: they may have as many inputs as the head has outputs, for example
-    channels or bytes.
+    Input layers do not count: their inputs may have the head's width, as with channels or bytes.
     """
     if decision.param.ndim != 2 or decision.param.shape[0] == decision.param.shape[1]:
         return False
