@@ -41,10 +41,10 @@ def page(families: Any, optimizer: Any) -> str:
     release = families.TABLE["transformers"]
     head = f"""# Causal language models and mixtures of experts in transformers {release}
 
-What `Muon.for_model` finds in each family, made small: 4 heads of queries and 2 of keys, of 16 rows
-each, in a hidden size of 64. A `split` gives the rows of the matrices in one tensor. All other
-matrices are Muon's as they are; embeddings, output heads, vectors, convolutions and tables are
-AdamW's. `scripts/architectures_page.py` writes this page.
+This table shows what `Muon.for_model` finds in a small model of each family, with a hidden size of
+64 and 4 query heads and 2 key heads of 16 rows each. A `split` lists the rows of each matrix in one
+tensor. Muon trains all other matrices whole. AdamW trains embeddings, output heads, vectors,
+convolutions, and tables. `scripts/architectures_page.py` writes this page.
 
 | families | several matrices in one tensor | `per_head=True` parts, too | warnings of `describe` |
 |---|---|---|---|

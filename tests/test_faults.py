@@ -224,7 +224,7 @@ def test_a_weight_without_memory_is_passed_over_or_raises_by_name_on_all_ranks()
     with torch.no_grad():
         model(x)
     for call in (optimizer.get_default_muon_param_groups, optimizer.describe):
-        with pytest.raises(ValueError, match=r"0\.weight is whole"):
+        with pytest.raises(ValueError, match=r"0\.weight is unsharded"):
             call(model)
     named = list(model.named_parameters())
     freed, kept = named[:2], [p for _, p in named[2:]]
