@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from checkout import ROOT, SOURCES
@@ -181,6 +182,7 @@ def namespace() -> dict[str, Any]:
         "groups": optimizer.get_default_muon_param_groups(model),
         "loss": model(torch.randn(2, 8, 64)).square().mean(),
         "DistributedDataParallel": DistributedDataParallel,
+        "fully_shard": fully_shard,
     }
 
 

@@ -33,6 +33,7 @@ EMBEDDINGS_AND_HEADS = """
     gpt_neox.embed_in.weight embed_out.weight value_embeds.1.weight token_emb.weight emb.weight
     word_embedding.weight bert.embeddings.word_embeddings.weight token_embedding_table.weight
     transformer.wpe.weight position_embedding_table.weight pos_embed positional_embedding
+    pos decoder.positional_encoding
     vision.patch_embed.proj.weight lm_head.weight output.weight to_logits.weight logits.weight
     net.to_logits.1.weight model.layers.61.shared_head.head.weight head.weight score.weight
     base_model.model.lm_head.base_layer.weight classifier.weight classifier.out_proj.weight

@@ -419,8 +419,8 @@ class Settings:
     )
     chunk_size: int = _option(
         Option(lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1"),
-        "maximum number of matrices that a rank orthogonalizes per chunk; with −1, only "
-        "`staging_bytes` limits chunks",
+        "maximum number of matrices that a rank orthogonalizes per chunk; with −1, limits in "
+        "bytes decide (`staging_bytes`)",
     )
     use_distributed_muon: bool = _option(
         _BOOL,

@@ -54,7 +54,8 @@ PATCH_PATHS = ("patch_embed.proj", "patch_embeddings.projection", "patch_embedde
 
 # Words in names of parameters whose rows are vectors of one token each.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "emb", "latents", "probe", "prompt"}
-_TABLES |= {"prompts", "queries", "query", "table", "token", "tokens"}
+_TABLES |= {"pos", "position", "positional", "positions", "prompts", "queries", "query", "table"}
+_TABLES |= {"token", "tokens"}
 
 # Two-dimensional parameters whose elements are used one by one.
 ELEMENTWISE = frozenset({"A_log", "D", "alpha", "gamma", "scale", "static_weight"})
