@@ -1,9 +1,9 @@
-"""Decides the order of a step's events, with pure functions that run before the step.
+"""Decides the order of a step's events, with pure functions that run before the first event.
 
 Each chunk of a lane goes through the same events: ranks update momentum and the owners gather it;
 the owners orthogonalize it and scatter the updates; ranks update weights. While one chunk is
-orthogonalized, the next chunks are being gathered and the previous one is being scattered. Between
-chunks, a step updates AdamW's parameters and, in ZeRO-2, averages gradients.
+orthogonalized, the next chunks are being gathered and the previous one is being scattered. A step
+also updates AdamW's parameters and, in ZeRO-2, averages gradients; `schedule` says when.
 
 Ranks that share a lane launch its collectives in the same order, because the order depends only on
 facts they share: the number of chunks, how many may be in flight, and which parameters have
@@ -18,10 +18,10 @@ from typing import NamedTuple, Optional
 
 from .distributed.plan import Plan, ranks_sort_key
 
-# Buckets of gradients to average ahead of those that the next event needs.
+# How many gradient buckets to launch beyond those that the next event needs.
 BUCKETS_AHEAD = 2
 
-# Most chunks of each lane except the first to gather at the beginning of a step.
+# For each lane except the first: the maximum number of chunks to gather at the beginning of a step.
 GATHERS_AHEAD = 2
 
 
@@ -33,7 +33,7 @@ class Do(enum.Enum):
     ORTHOGONALIZE = "orthogonalize, scatter"  # orthogonalizes one chunk, launches its scatter
     UPDATE = "update weights"  # updates the weights of one chunk
     ADAMW = "AdamW"  # updates one part of AdamW's parameters
-    SHARE_ROWS = "gather AdamW's rows"  # brings the updated rows of one group to all replicas
+    SHARE_ROWS = "gather AdamW's rows"  # sends the updated rows of one group to all replicas
 
 
 class Event(NamedTuple):
@@ -73,7 +73,7 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             computed += 1
         gathering = begun - computed
         # An update makes room for one more gather. If fewer than two gathers are in flight, the
-        # next one must begin now: after the next orthogonalization nothing would hide it.
+        # next one must start before the next orthogonalization, which hides it.
         makes_room = begun < chunks and gathering < 2
         if computed - updated > 1 or not gathering or makes_room:
             yield Do.UPDATE, updated
@@ -85,10 +85,10 @@ def lanes_order(
 ) -> Iterator[tuple[Do, int, int]]:
     """Yields the actions for the chunks of all lanes, each with the numbers of lane and chunk.
 
-    Lanes run one after another, but overlap at their ends: the first gathers of all lanes come at
-    the beginning of the step, and the last updates of a lane come after the first chunk of the next
-    lane is orthogonalized. All ranks launch collectives in one order: the first gathers, lane by
-    lane, then all others, lane by lane.
+    Lanes run one after another, but overlap at their ends: up to ``gathers_ahead`` gathers of each
+    lane come at the beginning of the step, and the last updates of a lane come after the first
+    chunk of the next lane is orthogonalized. All ranks launch collectives in one order: these first
+    gathers, lane by lane, then all others, lane by lane.
 
     Args:
         lanes: for each lane, its number of chunks, and how many of them may be in flight.
@@ -118,23 +118,23 @@ def schedule(
     prefetch_bytes: Optional[Mapping[tuple[int, int], int]],
     averaging: Optional[tuple[int, ...]],
 ) -> tuple[Event, ...]:
-    """Returns all events of this rank's step, in order, without ZeRO-2's `with_averages`.
+    """Returns all events of this rank's step, in order, without those that `with_averages` adds.
 
     Half of the work of local lanes comes while the first chunks are gathered, and half while the
-    last ones are scattered. AdamW also comes while the first chunks are gathered, unless state
-    comes from the host: then AdamW's parts come between the chunks (`_interleave`).
+    last ones are scattered. AdamW also comes while the first chunks are gathered. If state comes
+    from the host, AdamW's parts come between the chunks instead (`_interleave`), except in ZeRO-2.
 
     In ZeRO-2, AdamW communicates as well, so it has a fixed position in the order of lanes. If the
-    averaging ranks have a lane, AdamW comes while the first chunks of that lane are gathered;
-    otherwise it comes where their lane would be. In any other position, ranks whose first lanes
-    differ would use one process group in different orders.
+    ranks that average gradients also have a lane, AdamW comes while that lane's first chunks are
+    gathered; otherwise, at the position that the sort order would give such a lane. In any other
+    position, ranks whose first lanes differ would use one process group in different orders.
 
     Args:
         plan: the plan of the step.
         adamw_parts: for each of AdamW's parts, in order, the number of its group, and the bytes of
             state that it fetches from host memory.
-        prefetch_bytes: bytes of momentum that each chunk fetches from host memory, by
-            `Event.chunk`; None if the step prefetches nothing.
+        prefetch_bytes: bytes of each chunk's momentum, by `Event.chunk`; None if no state or
+            weights come from the host.
         averaging: the ranks that average gradients, ascending; None without ZeRO-2.
     """
     # Gradients are averaged in the order of lanes. If all lanes began to gather at once, the step
@@ -162,11 +162,12 @@ def schedule(
 def with_averages(
     events: Iterable[Event], needed: Mapping[Event, int], buckets: int
 ) -> Iterator[Event]:
-    """Yields the events, and before each one an event for every bucket of gradients to average.
+    """Yields the events, each preceded by the launches of gradient buckets that it needs.
 
     Args:
         events: the events of a step.
-        needed: how many buckets must be averaged before each event; `BUCKETS_AHEAD` more begin.
+        needed: how many buckets must be averaged before each event; `BUCKETS_AHEAD` more are
+            launched.
         buckets: the number of buckets.
     """
     launched = 0
@@ -206,7 +207,7 @@ def _place_of_adamw(
         number = sum(ranks_sort_key(lane.peers) < key for lane in plan.lanes)
         in_lanes = number < len(plan.lanes)
         while_gathered = in_lanes and plan.lanes[number].peers == averaging
-    if number == len(plan.lanes):  # that is the number of a local lane
+    if number == len(plan.lanes):  # no lane with traffic has this number; a local lane may
         return len(events)
     places = (
         at
@@ -224,9 +225,10 @@ def _interleave(
 ) -> Iterator[Event]:
     """Puts AdamW's parts between the chunks, for steps whose state comes from the host.
 
-    AdamW's arithmetic is too short to hide the copies of its state; that of the chunks hides them.
-    After each chunk, parts of AdamW follow while the share of bytes copied stays within the share
-    of the chunks' FLOPs done. The last chunk does not count: it hides the remaining copies back.
+    AdamW's arithmetic is too short to hide the copies of its own state, but the chunks' arithmetic
+    can. After each chunk, AdamW's parts follow as long as the fraction of bytes copied doesn't
+    exceed the fraction of FLOPs done. The last chunk (with traffic, if any chunk has some) doesn't
+    count: it hides the remaining copies to the host.
     """
     flops = {
         (lane_number, number): sum(plan.flops(batch) for batch in chunk.batches)

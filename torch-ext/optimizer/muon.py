@@ -75,12 +75,12 @@ class Muon(Stateful):
     ``ns_equilibrate`` is set.
 
     `Muon.for_model` also makes the parameter groups. docs/options.md describes all arguments; the
-    defaults suit most training runs. Every argument except those it lists under "For all groups"
-    can also be a key of a parameter group.
+    defaults suit most training runs. Any argument can also be set per group, as a key of the
+    group's dict, except those that docs/options.md lists under "For all groups".
 
     Args:
-        params: parameter groups: dicts with ``params`` and with ``use_muon``, True for matrices.
-            ``params`` holds tensors, with their names in ``names`` in the same order, or (name,
+        params: parameter groups, as dicts. ``use_muon`` is True if Muon trains the group, False if
+            AdamW does. ``params`` lists tensors (with ``names`` in the same order) or (name,
             parameter) pairs.
         lr: learning rate of both algorithms: a number or a tensor with one element.
         weight_decay: decoupled weight decay of both algorithms.
@@ -262,8 +262,8 @@ class Muon(Stateful):
             self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
         validation.warn_about_overshoot(group_view)
         names = group.pop("names")
-        # torch requires param_names in all groups or in none. Here only some groups may have them,
-        # so hide them from torch.
+        # torch requires param_names in all groups or in none. This optimizer also allows names in
+        # only some groups, so they are hidden from torch during the call.
         every_group = (*self.param_groups, group)
         hidden = [each.pop("param_names", None) for each in every_group]
         try:
@@ -312,30 +312,32 @@ class Muon(Stateful):
         closure: Optional[Callable[[], Any]] = None,
         qk_logits: Optional[Mapping[Any, Tensor]] = None,
     ) -> Any:
-        """Updates all parameters once.
+        """Performs one optimization step.
 
-        With `torch.amp.GradScaler`, ranks that step together also skip a step together. Where the
-        scaler's own check does not reach all of these ranks, the scaler calls every step. The step
-        then unscales the gradients in place, unless the caller already has, and changes nothing if
-        any rank found Inf or NaN.
+        With `torch.amp.GradScaler`, all ranks that step together skip the same steps. If the
+        scaler's own check doesn't cover all of them, the scaler calls `step()` even after Inf or
+        NaN, and this method decides: it unscales the gradients in place, unless the caller already
+        has, and changes nothing if any rank found Inf or NaN.
 
         Args:
             closure: re-evaluates the model and returns the loss.
-            qk_logits: for QK-Clip: maps each layer (its number, or the fully qualified name of its
-                attention module) to the largest attention logit of each query head in this step's
-                forward, (heads,), or of each entry of ``q_indices``, on the CPU or the weights'
-                device; or to None if this rank computed no attention of the layer. The maximum over
-                the ranks that share the weights counts. Without ``qk_logits``, the step uses the
-                logits given to `set_qk_logits`, or else those that `qk_recorder` recorded.
+            qk_logits: for QK-Clip: maps each layer (its number, or its attention module's FQN) to a
+                tensor (heads,) on the CPU or the weights' device: the largest attention logit of
+                each query head in this step's forward pass. If ``q_indices`` is set, it has one
+                logit per entry instead. None means that this rank ran no attention of the layer.
+                Ranks that share the weights use the maximum over all of them. Without
+                ``qk_logits``, the step uses the logits given to `set_qk_logits`, or else those that
+                `qk_recorder` recorded.
 
         Returns:
             The return value of the closure, or None.
 
         Raises:
-            ValueError: invalid gradients, hyperparameters or logits. No parameter and no state was
-                changed.
-            RuntimeError: this step or an earlier one failed after some rank may have written. Load
-                a checkpoint, or call `accept_partial_step`.
+            ValueError: invalid gradients, hyperparameters, or logits; or ranks would do different
+                things. The parameters and their state are unchanged.
+            RuntimeError: a rank didn't arrive; or this step or an earlier one failed when this rank
+                or another one might already have changed something. Then load a checkpoint, or call
+                `accept_partial_step`.
         """
         loss = None
         with Scaling(self) as scaling:
@@ -347,11 +349,11 @@ class Muon(Stateful):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True if `torch.amp.GradScaler` must call every step and say which ones to skip."""
+        """True if `GradScaler` must always call `step()` and leave skipping to it."""
         return not scaler_agrees(list(self._params()), self._settings)
 
     @torch._disable_dynamo  # torch.compile must not trace into a step
-    @torch.inference_mode(False)  # inference tensors as state could not be updated later
+    @torch.inference_mode(False)  # state created as inference tensors couldn't be updated later
     @torch.no_grad()
     def _step(self, qk_logits: Optional[Logits], scaling: Scaling) -> None:
         progress = Progress(self._agreement, lambda: has_replicas(self._params(), self._settings))
@@ -372,7 +374,7 @@ class Muon(Stateful):
             yield
         except BaseException as error:
             sets, settings = self._sets(), self._settings
-            for ranks in sets:  # ranks without an error do the same
+            for ranks in sets:  # as `_agree` does: ranks must draw numbers at the same time
                 self._registration.number(ranks)
             structure = self._survey.structure(settings)
             how_often = settings.consistency_check
@@ -380,7 +382,7 @@ class Muon(Stateful):
             raise
 
     def _check(self, qk_logits: Optional[Logits], scaling: Scaling, progress: Progress) -> Step:
-        """Checks everything that the step depends on, and makes the `Step`; writes nothing."""
+        """Checks all that the step depends on; returns the `Step`; changes no weights or state."""
         self._integrity.check()
         self._integrity.check_together()
         if self._settings is not self._checked_settings or self._settings.replicas:
@@ -526,7 +528,7 @@ class Muon(Stateful):
             schedule: True also lists the events of this rank's last step, in order.
         """
         groups = self._read_groups()
-        # Other ranks may not call this, so it must not replace the kept survey.
+        # Other ranks might not call this, so it must not replace the kept survey.
         return self._summarize(groups, self._survey_of(groups), self._last if schedule else None)
 
     def _summarize(

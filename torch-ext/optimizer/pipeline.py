@@ -2,19 +2,20 @@
 
 Every rank updates the momentum of its shards, and sends the input of orthogonalization to the
 owners of the matrices with an all-to-all. The owners orthogonalize the matrices, and send every
-rank its part of the update with another all-to-all. Matrices that are whole on this rank belong to
-local lanes: they pass through the same functions without traffic. On one device all lanes are
-local. In ZeRO-2, earlier events average gradients.
+rank its part of the update: with another all-to-all, or, if all ranks need all updates, with an
+all-gather or broadcasts. Matrices that are whole on this rank belong to local lanes: they pass
+through the same functions without traffic. On one device all lanes are local. In ZeRO-2, earlier
+events average gradients.
 
-`async_utils` decides the order of events. `step.binding` has made the lists of tensors that each
-event works on, as pieces of matrices that one call updates. An `Exchange` carries a chunk between
-ranks. If state is in host memory, `Step.on_device` brings an event's tensors to the device.
-docs/how-it-works.md explains the terms.
+`async_utils` decides the order of events. `step.binding` has already listed the tensors of each
+event, grouped by the call that updates them. An `Exchange` carries a chunk between ranks. If state
+is in host memory, `Step.on_device` copies an event's tensors to the device. docs/how-it-works.md
+explains the terms.
 
 In traces of torch.profiler, events are named ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights`` and ``Muon.adamw``, and the comparison before a step is ``Muon.agree``. Each event
-enters a new `record_function` context. As a decorator, `record_function` would keep one record,
-which threads with several optimizers would share.
+``Muon.weights`` and ``Muon.adamw``, and the comparison before a step is ``Muon.agree``. Each of
+them enters a new `record_function` context. A decorator would share one record among all threads,
+so it isn't used.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .step.context import Bring, Step
 
 
 def run(step: Step) -> None:
-    """Runs all events of a step, which updates all parameters."""
+    """Runs all events of a step."""
     if step.clipping is not None:
         step.clipping.reduce(step.settings)
     is_reference = step.settings.use_distributed_muon

@@ -1,9 +1,9 @@
-"""Brings state from host memory to the device and back, load by load, in the order of events.
+"""Copies tensors from host memory to the device and back, load by load, in the order of events.
 
-A load is the state that one event uses: the momentum of a chunk, its residuals and second moments,
-or a part of AdamW's state. On each device, loads share a ring of memory. While the step uses one
-load, the next loads are copied to the device, as many as fit, and the last ones are copied back to
-the host::
+A load is what one event uses from host memory: for example, the momentum of a chunk, or a part of
+AdamW's state, with weights and gradients if these are in host memory, too. On each device, loads
+share a ring of memory. While the step uses one load, the next loads are copied to the device, as
+many as fit, and previous ones are copied back to the host::
 
     IN       l0 l1 l2 ..... l3 l4          waits until the ring has room for a load
     COMPUTE     l0 l1 .... l2 l3 l4        waits for the load it is about to use
@@ -41,8 +41,8 @@ class Load:
     """The tensors in host memory that one event uses.
 
     Args:
-        columns: the event's lists, in the order in which it brings them; each tensor is given by
-            its fetch, or None if it is on the device already.
+        columns: the event's lists, in the order in which it copies them, with the fetch of each
+            tensor; None for tensors that are on the device already.
 
     Attributes:
         device: the device that uses the load; None for an empty load.
@@ -207,7 +207,7 @@ class Ring:
             return False
         overlapping = [other for other in self._leaving if load.overlaps(other)]
         self._leaving = [other for other in self._leaving if other not in overlapping]
-        # Copies back run in order, each after the use of its load: waiting for the last suffices.
+        # Uses run in order, and so do copies back: waiting for the last of each suffices.
         written = [other for other in overlapping if other.is_written]
         for other in dict.fromkeys((*written[-1:], *overlapping[-1:])):
             self._backend.wait(IN, other.freed)

@@ -1,9 +1,10 @@
 """Compares what ranks are about to do before a step's first collective: all step or all raise.
 
 All ranks that a chain of meshes connects, a *union*, decide together: if one rank raised alone, the
-others would wait for it. Before each step every rank sends its union one record of fixed size: a
-hash of its notes, and its vote on whether to step. The exchange runs on the CPU over gloo, so hosts
-wait for each other and devices don't. Ranks send their notes as text only if records differ.
+others would wait for it. Before a step, depending on ``consistency_check``, every rank sends its
+union one record of fixed size: a hash of its notes, and its vote on whether to step. The exchange
+runs on the CPU over gloo, so hosts wait for each other and devices don't. Ranks send their notes as
+text only if the hashes differ, a rank has an error, or a rank's sets have changed.
 """
 
 from __future__ import annotations
@@ -50,20 +51,21 @@ class StepNotes(NamedTuple):
 
 
 class _Union(NamedTuple):
-    """The ranks that step together; the fields are equal on all of them."""
+    """The ranks that step together; all of them have equal fields, except for ``world``."""
 
     sets: list[Ranks]  # the sets of all its ranks, sorted by `_in_order`
     ranks: Ranks
     identity: int  # a hash of the sets
-    world: Callable[[], Any]  # a weak reference to the default process group that has these ranks
+    world: Callable[[], Any]  # returns the default process group of that time; None once it's gone
 
 
 class Registration:
     """Numbers optimizers in order of construction, to distinguish those with equal parameters.
 
     Each set of ranks counts the optimizers that have parameters on it and are alive or have
-    stepped. If only one rank constructs another optimizer of shared parameters, the next step
-    raises. ``sets`` is the optimizer's method that returns the sets that share its parameters.
+    stepped. If only one rank constructs an extra optimizer of shared parameters, optimizers
+    constructed later have different numbers, and their steps raise. ``sets`` is the optimizer's
+    method that returns the sets that share its parameters.
     """
 
     _all: list[Registration] = []  # in order of construction
@@ -75,7 +77,7 @@ class Registration:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer itself, also for callers that only have a wrapper of it."""
+        """The optimizer itself, even if the caller has only a wrapper around it."""
         return self._sets().__self__  # type: ignore[union-attr]
 
     def number(self, ranks: Ranks) -> int:
@@ -92,13 +94,13 @@ class Registration:
 
 
 class Agreement:
-    """Decides with the other ranks whether they step; remembers which ranks these are.
+    """Decides together with the other ranks whether to step, and caches which ranks those are.
 
     Copies and pickles remember nothing: if one rank of a union continues with a copy, all must.
 
     Attributes:
-        others_may_step: True if other ranks may step. They may even if the comparison failed here
-            after this rank voted for the step: they may have received all records.
+        others_may_step: True if other ranks may go on to step. It stays True if the exchange fails
+            here after this rank voted to step, since others may have received all records.
         has_compared: True if notes were compared in this step.
         only_creates: True if the step only creates state, on all ranks.
         steps: number of steps since this object was created.
@@ -163,7 +165,7 @@ class Agreement:
         if self._is_due(how_often, structure, skip is not None):
             is_plain = isinstance(error, ValueError)
             text = str(error) if is_plain else f"{type(error).__name__}: {error}"
-            # The caller raises this rank's own error, which is the cause, or says more.
+            # Ignored: the caller raises this rank's own error, which is the cause or more specific.
             with contextlib.suppress(RuntimeError, ValueError):
                 self.check({}, text, sets, bool(skip))
 
@@ -194,8 +196,9 @@ class Agreement:
     ) -> bool:
         """Compares notes with all ranks of this rank's union; True if one of them skips the step.
 
-        All ranks of each set must make this call, and so must ranks that had sets at the last call.
-        Notes, each for a set or a part of one, are ignored if ``error`` has a text.
+        All ranks of each set must make this call, and so must ranks that had sets at the last call,
+        even if they have none now. Each key of ``notes`` is a set or a subset of one. Notes are
+        ignored if there is an ``error``.
         """
         self.others_may_step, rank = False, this_rank()
         sets = _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
@@ -251,8 +254,9 @@ def _find_union(sets: Sequence[Ranks]) -> _Union:
     """Finds the union of a rank with these sets: in each round, ranks pass on the sets new to them.
 
     If one set has all ranks, one round is enough. Otherwise there are as many rounds as sets: each
-    round brings another set to any rank that lacks one. Raises ValueError if a rank lacks a set
-    that another names; ranks that share no larger set with both of these wait for their timeout.
+    round brings another set to any rank that lacks one. Raises ValueError if a set that one rank
+    reports is missing on another of its members. Only ranks in a set that contains both see this;
+    the rest wait until the timeout.
     """
     known, sent = set(sets), set[Ranks]()
     rounds, needed = 0, 1
@@ -294,7 +298,8 @@ def _digest_of_notes(notes: Mapping[Ranks, StepNotes]) -> int:
 def _find_problem(details: Mapping[int, Sequence[Any]], have_changed: bool) -> Optional[str]:
     """Explains why a union can't step, from each rank's error, sets and notes.
 
-    Returns None if only sets have changed, on all their ranks.
+    Returns None if sets have changed consistently: then ranks compare again with the new sets,
+    which also reports any rank's error.
     """
     errors = (f"rank {rank}: {error}" for rank, (error, *_) in details.items() if error is not None)
     failure = next(errors, None)

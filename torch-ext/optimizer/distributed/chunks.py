@@ -17,12 +17,12 @@ from ..regions import Region
 from .limits import Limits
 from .units import Channel, Entry, Unit
 
-# The largest size of an all-gather's slots, relative to the elements in them.
+# Maximum total size of an all-gather's slots, as a multiple of the elements they hold.
 MOST_PADDED = 1.25
 
 # The parts of a batch begin at multiples of this many bytes, so that kernels and NCCL load 16 bytes
-# at once. CPU kernels choose a path by a matrix's address, and paths differ in the last bits of
-# results. So a matrix that is whole on its rank begins at a cache line, as a gathered one does.
+# at once. CPU kernels choose a code path by address, and results differ in the last bits between
+# paths. So local matrices start at a cache line, as gathered ones do.
 ALIGNMENT_BYTES = 64
 MOMENT_BYTES = 4  # a mean square in the side buffer is fp32
 
@@ -35,8 +35,8 @@ class Share:
         units: the units of the batch.
         boxes: the pieces of each unit, in coordinates of the unit's box; equal for all units.
         local_parts: where the pieces lie in the local tensor, unit by unit.
-        start: where the pieces begin in the chunk's buffer, in elements. Pieces that are not staged
-            have a buffer of their own.
+        start: where the pieces begin in the chunk's buffer, in elements; unused if they aren't
+            staged.
         moments_start: where the mean squares of the units begin in the chunk's side buffer.
         is_staged: True if the pieces have a place in the chunk's buffer. Momentum that another
             replica sends has none.
@@ -61,8 +61,8 @@ class PeerPart(NamedTuple):
     Args:
         peer: the peer that has the parts.
         boxes: the parts of each unit, in coordinates of the unit's box.
-        start: where the parts begin in the buffer that the owner gathers into or scatters from. If
-            the peer is the owner itself, this is the buffer of its shares.
+        start: where the parts begin in the buffer that the owner gathers into or scatters from. The
+            owner's own part lies in the buffer of its shares instead.
     """
 
     peer: int
@@ -76,10 +76,10 @@ class PeerPart(NamedTuple):
 
 
 class PeerRun(NamedTuple):
-    """Parts of several peers with equal shapes and equal distances, so that one view covers all.
+    """Parts of several peers that one strided view covers: equal in shape and equally spaced.
 
-    The k-th peer's part lies k·step elements after the first in the buffer, and k·shift indices
-    after it in the unit.
+    The k-th peer's part lies k·step elements after the first peer's in the buffer, and k·shift
+    indices after it in the unit.
 
     If a mesh cuts one dimension evenly, three runs cover all peers: this rank alone, the peers
     before it, and the peers after it.
@@ -97,7 +97,7 @@ class PeerRun(NamedTuple):
     shift: tuple[int, ...] = ()
 
     def with_next(self, part: PeerPart) -> Optional[PeerRun]:
-        """The run extended by the next peer's part; None if its shape or distance differs."""
+        """Returns the run with the next peer's part, or None if its shape or distance differs."""
         boxes = list(zip(self.first.boxes, part.boxes))
         shifts = {tuple(there[0] - here[0] for here, there in zip(*pair)) for pair in boxes}
         shapes = (tuple(map(regions.shape_of, each.boxes)) for each in (self.first, part))
@@ -199,16 +199,16 @@ class Chunk:
     """Matrices that are gathered, orthogonalized and scattered together, as one rank sees them.
 
     This rank's pieces lie in two buffers: input of orthogonalization that it sends, and updates
-    that it receives. A buffer without slots begins with this rank's pieces of the units it owns;
-    then follow, peer by peer, the pieces that it sends or receives. Two ranks exchange pieces batch
-    by batch and unit by unit. Padding makes the next batch begin at a multiple of
+    that it receives. Without slots, a buffer starts with this rank's pieces of the units it owns,
+    followed by the pieces that it sends to or receives from each peer, in order. Two ranks exchange
+    pieces batch by batch and unit by unit. Padding makes the next batch begin at a multiple of
     `ALIGNMENT_BYTES`.
 
     Args:
         momentum, weights: this rank's shares of all batches, in the order of these buffers.
         batches: the batches that this rank owns.
         gather, scatter: the traffic.
-        in_place: True if updates overwrite the momentum that they are computed from.
+        in_place: True if updates overwrite the input of orthogonalization in its buffers.
         slots: if all peers receive all updates, how many elements each peer sends to all others.
             The buffer of updates then has a slot of this size for each peer, in order. One
             all-gather moves slots of equal size; otherwise each slot has a broadcast. Empty if
@@ -286,8 +286,9 @@ class ChunkBuilder:
     ) -> tuple[int, ...]:
         """The elements that each peer sends to all others, see `Chunk`; empty for an all-to-all.
 
-        Slots are padded to one size if that adds little (`MOST_PADDED`), and if a rank then sends,
-        gather of momentum included, at most 2 + 2/P bytes per element in bf16 on P ranks.
+        Slots are padded to one size if their total stays within `MOST_PADDED`, and if each of P
+        ranks then sends at most 2 + 2/P bytes per element of the chunk in bf16 (including the
+        momentum gather).
         """
         peers = range(len(self.channel.peers))
         count = len(peers)
@@ -406,7 +407,8 @@ class _Direction:
         return list(map(tuple, parts)), by_peer
 
     def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
-        """True if a peer's part of a unit travels: updates do; momentum, in the owner's replica."""
+        """True if a peer's part of a unit travels. Updates always do; momentum only if the peer is
+        in the owner's replica."""
         peers = self.channel.peers
         return self.is_scatter or self.entries[unit.entry].sends_momentum(peers[peer], peers[owner])
 

@@ -1,9 +1,9 @@
-"""Sends the owners of a chunk their input with one all-to-all, and their updates back with another.
+"""Carries a chunk's input to the owners, and the updates to the ranks that hold the weights.
 
 An exchange serves one chunk in one step, and holds its buffers, all in the wire's dtype. One call
 starts a collective, and a later call waits for it. On accelerators the current stream waits, not
-the host, and all later work is on that stream. So a buffer may be used again once the scratch has
-it back. The contents of the buffers, and the buffers that a chunk needs::
+the host. Because all later work runs on that stream, a buffer can be reused as soon as it is
+returned to the scratch. The contents of the buffers, and the buffers that a chunk needs::
 
                      inputs       gathered      scattered     updates
     holds            this rank's  the owner's   the owner's   this rank's
@@ -56,7 +56,7 @@ class Exchange:
         self.inputs = self.updates = self._take(chunk.gather.kept + sum(chunk.gather.sent))
         self.moments: Optional[Tensor] = None
         self._gathered: Optional[Tensor] = None  # input from other ranks
-        self._scattered: Optional[Tensor] = None  # updates for other ranks, if these differ
+        self._scattered: Optional[Tensor] = None  # updates to send, if ranks receive different ones
         self._works: list[Any] = []
 
     def start_gather(self) -> None:
@@ -111,7 +111,7 @@ class Exchange:
             copy_parts(sources, targets)
 
     def _own(self, buffer: Tensor, part: PeerPart, batch: Batch) -> Tensor:
-        """The units of a batch in a buffer, if no other rank has parts of them."""
+        """A view of a batch's units in a local lane's buffer, where they are whole."""
         return buffer[part.start :][: math.prod(batch.shape)].view(batch.shape)
 
     def stage_moments(self, squares: Tensor, batch: Batch) -> None:

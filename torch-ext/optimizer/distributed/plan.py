@@ -33,8 +33,9 @@ class Lane(Channel):
 
     Args:
         chunks: the chunks, in order.
-        in_flight: the most chunks in flight at once.
-        units: the units of each chunk with their owners, indices in ``peers``; equal on all peers.
+        in_flight: maximum number of chunks in flight at once.
+        units: for each chunk, its units, each with its owner (an index in ``peers``); equal on all
+            peers.
         digest: a hash of the units and their owners; equal on all peers.
     """
 
@@ -59,8 +60,8 @@ class Plan:
         lanes: lanes with traffic, in the order in which all ranks go through them.
         local_lanes: lanes without traffic. Units without a gradient stay in them; the step skips
             these units.
-        whole_on_peers: for summaries, the units that another of this rank's peers holds alone, each
-            with the global rank of that peer.
+        whole_on_peers: the units held whole by a single other peer, each with that peer's global
+            rank; only summaries use them.
     """
 
     rank: int
@@ -80,7 +81,7 @@ class Plan:
         return batch.matrix_count * self.entries[unit.entry].cost(unit.block)
 
 
-# How many plans, one for each set of absent entries, and how many lists of lanes a planner keeps.
+# Maximum size of each of a planner's two caches: plans by absent entries, and lists of lanes.
 MOST_PLANS = 8
 
 EMPTY_PLAN = Plan(0, (), (), ())
@@ -186,8 +187,9 @@ class Planner:
         peers = entry.peers(self.rank)
         if not peers:
             return
-        # Local units keep a wire of 32 or 64 bits, so that they are rounded as on layouts with
-        # traffic. Instead of a wire of 16 bits they use opmath, which rounds nothing.
+        # A wire of 32 or 64 bits applies to local units, too, so that they are rounded the same
+        # with and without traffic. With a 16-bit wire, local units use opmath instead, and aren't
+        # rounded.
         local_wire = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
         formats = (entry.opmath, entry.device)
         local = exchanged = self.units[Channel((self.rank,), 0, local_wire, *formats)]
@@ -196,7 +198,7 @@ class Planner:
             channel = Channel(peers, this_peer, entry.wire, *formats)
             exchanged = self.units[channel]
         for unit, holders in self._units(number, entry, peers):
-            # Every peer stores the second moment, so owners always send it mean squares.
+            # Every peer stores the second moment, so owners must send mean squares to all peers.
             if len(holders) > 1 or (entry.second_moment and len(peers) > 1):
                 exchanged += [(piece, holders) for piece in self._divide(unit)]
                 continue
@@ -208,7 +210,7 @@ class Planner:
                 self.whole_on_peers.append((unit, peers[holder]))
 
     def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[UnitHolders]:
-        """Yields the units of an entry that this rank and its peers hold parts of."""
+        """Yields an entry's units in this rank's experts, each with the peers that hold parts."""
         m = entry.matrices
         experts = entry.region(self.rank)[: m.row_dim]
         if regions.numel(experts) * math.prod(m.shape[m.row_dim :]) == 0:

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Optional
 
-# Status of weights and state: what to do about it, as messages say it.
-WHOLE = ""  # of the same step
+# Each status is the advice that error messages give. WHOLE: weights and state belong to the same
+# step, so no advice.
+WHOLE = ""
 VOID = "load the last checkpoint into the model, and into the optimizer by load_state_dict()"
 _BROKEN = f"{VOID}, or call discard_state() before torch.distributed.checkpoint loads in place"
 PARTIAL = f"call accept_partial_step() to continue from there or to save; or {_BROKEN}"
@@ -20,7 +21,7 @@ class Integrity:
         # VOID after `discard`, PARTIAL after a failed step, _BROKEN after a failed load.
         self._status = WHOLE
         self._cause = ""  # for messages: why the status is not WHOLE
-        self._has_parted = False  # True if a failed step left ranks in different states
+        self._has_parted = False  # True if a failed step may have left ranks in different states
 
     def __reduce__(self) -> tuple:
         return Integrity, ()
@@ -35,11 +36,11 @@ class Integrity:
             raise RuntimeError(f"An earlier {self._cause}: {self._status}")
 
     def accept(self) -> None:
-        """Accepts a failed step; `check_together` still knows if it left ranks apart."""
+        """Accepts a failed step; `check_together` still raises if ranks may differ."""
         self._status = WHOLE
 
     def check_together(self) -> None:
-        """Raises RuntimeError if an accepted step left ranks in different states."""
+        """Raises RuntimeError if an accepted step may have left ranks in different states."""
         if self._has_parted:
             raise RuntimeError(
                 "step() broke off on this rank, which other ranks exchange matrices or share "
@@ -63,8 +64,8 @@ class Integrity:
                 longer step together.
 
         Raises:
-            RuntimeError: replaces an error after the change had begun. Earlier errors,
-                KeyboardInterrupt and similar exceptions are raised unchanged.
+            RuntimeError: if an error occurs after the change has begun. Errors before that, and
+                interrupts at any time, propagate unchanged.
         """
         try:
             yield
@@ -84,7 +85,7 @@ class Integrity:
             raise RuntimeError(f"{self._cause}: {self._status}") from error
 
     def restore(self) -> None:
-        """Records that a load has brought weights and state of one step."""
+        """Records that a load has restored weights and state of the same step."""
         self._status, self._has_parted = WHOLE, False
 
     def discard(self) -> None:

@@ -25,14 +25,14 @@ META = torch.device("meta")
 class StateStore:
     """Creates missing state, and knows whether steps still have to check it.
 
-    Since ``state_dict()`` creates state, a state dict may contain zeros that no step has used. If
-    it is loaded after steps, it must reset the state, as with torch.optim. So no step writes into
-    these tensors: the first step replaces them by new ones.
+    ``state_dict()`` creates missing state, so a state dict may share zero tensors with the
+    optimizer. Loading it later must still reset the state, as in torch.optim, so steps must not
+    write to these tensors: the first step replaces them with new ones.
     """
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
-        self._checked: Optional[list[Any]] = None  # all objects of state after the last step
+        self._checked: Optional[list[Any]] = None  # all objects of state at the last check
         # State tensors that steps have used since a load or copy; both begin with a new store.
         self._used: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         # Zeros in state dicts, with their version counters.
@@ -150,7 +150,7 @@ def _objects_of(state: MutableOptimizerState) -> list[Any]:
 
 
 def _is_zero(value: Tensor) -> bool:
-    """True if this rank's part of a tensor is all zeros; mostly the first row shows it isn't."""
+    """True if this rank's part of a tensor is all zeros. The first row usually settles it."""
     if value.is_meta:
         return True
     local = dtensors.local(value)

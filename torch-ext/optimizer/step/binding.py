@@ -1,7 +1,7 @@
 """Binds a plan to parameters and state: builds, once, the lists that each chunk's events work on.
 
 A bound chunk is valid as long as parameters and state keep their storages. Tensors in host memory
-are bound where they lie there; an event brings them to the device, list by list.
+are bound at their host address; events copy them to the device, one list at a time.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Moments:
     indices: list[tuple[slice, ...]]
 
     def of_pieces(self, of_units: Tensor) -> list[Tensor]:
-        """Divides numbers of the units' matrices by pieces, in shapes that broadcast to the pieces.
+        """Splits the units' per-row or per-column numbers into one tensor per piece.
 
-        For a tall unit of 8 rows, if this rank has rows 0 to 2 and 6 to 7, the result is numbers 0
-        to 2, as (3, 1), and numbers 6 to 7, as (2, 1).
+        The tensors broadcast to the pieces. For a tall unit of 8 rows, if this rank has rows 0 to 2
+        and 6 to 7, the result is numbers 0 to 2, as (3, 1), and numbers 6 to 7, as (2, 1).
         """
         of_units = of_units.view(-1, *self.sizes)
         columns = [of_units[(slice(None), *index)].unbind(0) for index in self.indices]
@@ -101,7 +101,7 @@ class Places(NamedTuple):
 class Pieces:
     """This rank's pieces of matrices that one call updates: one group, one dtype, one scale.
 
-    Most lists have an item for each piece.
+    Lists have one item per piece, except ``places`` and ``moments``, which have one per batch.
 
     Args:
         group: number of the group.
@@ -111,7 +111,7 @@ class Pieces:
         params: the parameter of each piece.
         tensors: views of the momentum or of the weights.
         parts: where each piece lies in the entry's gradient or weights; None for all of it.
-        rounding: residuals, or the places of random bits; None if weights are not updated in fp32.
+        rounding: residuals, or the places of random bits; None without `Group.updates_in_fp32`.
         places: the places of each batch.
         moments: the second moments of each batch; empty without a second moment.
     """
@@ -136,7 +136,7 @@ class Pieces:
         return views
 
     def without(self, absent: frozenset[int]) -> Pieces:
-        """The pieces of entries with a gradient, moved up to the first places of their batch.
+        """The pieces of entries with a gradient, packed into the first places of their batch.
 
         Only for lanes without traffic, in which every unit is whole and has one piece.
         """
@@ -222,8 +222,8 @@ class BoundChunk:
 class Bound:
     """A plan, bound to parameters and state, and the order of its events.
 
-    It is valid as long as the plan and the storages of the bound tensors are; `prepare` chooses
-    which parameters take part in a step.
+    Valid until the plan changes or a bound tensor gets a new storage. `prepare` chooses which
+    parameters take part in a step.
 
     Args:
         params, state: Muon's parameters, in the order of the plan's entries, and their state.
@@ -237,8 +237,8 @@ class Bound:
             this rank gets only its rows.
         bucket_plan: buckets of these gradients.
         schedule: all events of the step, in order.
-        loads: for each event, the load that it brings from host memory.
-        rings: the rings that bring these loads, by device.
+        loads: for each event, the load that it copies from host memory.
+        rings: the rings that copy these loads, by device.
         last_exchange: the event that waits for the last updates from other ranks; None without
             traffic.
         last_reads: for each chunk, the entries whose gradients no later event reads; under None,
@@ -275,7 +275,8 @@ class Bound:
         self._settings = settings
         self._rounding = rounding
         self._offload = offload
-        # A weight without memory takes no part, but still needs views.
+        # A weight whose memory was freed takes no part, but its views must exist, so bind a meta
+        # tensor.
         self.weights = [
             dtensors.local(param).to("meta")
             if dtensors.lacks_memory(param)
@@ -376,7 +377,7 @@ class Bound:
         self.schedule = tuple(with_averages(self.schedule, needed, counts[-1]))
 
     def _load(self, grads: Sequence[Optional[Tensor]]) -> None:
-        """Lists the tensors that each event brings from host memory."""
+        """Lists the tensors that each event copies from host memory."""
         self.loads = {}
         for event in self.schedule:
             load: Optional[Load] = None

@@ -1,4 +1,4 @@
-"""One step: gradients, exchanges and tensors on the device that its events ask for."""
+"""What the events of one step use: gradients, exchanges, and tensors on the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Bring = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Step:
-    """One step of a plan; a context manager that ends everything the step has begun.
+    """One step of a plan; a context manager whose end closes rings and finishes copies to the host.
 
     Args:
         plan, groups, state, settings, offload, rounding, clipping: the objects a step works on.
@@ -115,7 +115,7 @@ class Step:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends copies and, also after an error, makes the host wait for weights in host memory."""
+        """Finishes copies; the host waits for weights in host memory, even after an error."""
         for ring in self.bound.rings.values():
             ring.close()
         if self.bound.on_host:
@@ -123,7 +123,7 @@ class Step:
             self._offload.end_step({entries[number].device for number in self.bound.on_host})
 
     def end(self) -> None:
-        """Completes operations in flight, and reports writes to autograd's version counters."""
+        """Completes operations in flight; increments the version counters of Muon's DTensors."""
         self.release_gradients(self.bound.last_reads[None])
         sharded = self.bound.sharded.items()
         torch.autograd.graph.increment_version(
@@ -179,7 +179,7 @@ class Step:
             divided = {number for number, entry in entries if entry.momentum_sharding is not None}
             for number in divided:
                 self._grads[number] = None
-        self.complete_gradients(bound.on_host - self.absent - divided)  # which events will load
+        self.complete_gradients(bound.on_host - self.absent - divided)  # events load these later
 
     def _begin_averaging(self, group: Any) -> None:
         from ..distributed.zero2 import MeanGradients  # loaded only in ZeRO-2
@@ -197,8 +197,8 @@ class Step:
         self.means = MeanGradients(params, divided, group, release, self.scratch, buckets)
 
     def complete_gradients(self, numbers: Iterable[int]) -> list[Tensor]:
-        """The gradients of entries, including those that were not tensors yet: means over replicas,
-        and zeros for missing gradients."""
+        """The gradients of entries, creating those that don't exist yet: means over replicas, and
+        zeros for missing gradients."""
         completed = []
         for number in numbers:
             grad = self._grads[number]
@@ -235,7 +235,7 @@ class Step:
         return grads
 
     def release_gradients(self, numbers: Sequence[int]) -> None:
-        """Drops gradients that were read, and sets ``param.grad`` to None if the group asks for it.
+        """Drops gradients that no later event reads; with ``none_grad``, also ``param.grad``.
 
         Gradients of capturable groups stay: the backward of a replayed graph writes to the same
         memory as when it was captured.
@@ -250,7 +250,7 @@ class Step:
     # -- weights -------------------------------------------------------------------------------
 
     def rounded_by(self, of: Union[Pieces, adamw.Part], bring: Bring) -> Optional[list[RoundedBy]]:
-        """Residuals or random bits that round weights; None unless weights are updated in fp32."""
+        """Residuals or random bits that round weights; None without `Group.updates_in_fp32`."""
         if of.rounding is None:
             return None
         return self.rounding.by(of.params, bring(of.rounding), self.groups[of.group])
