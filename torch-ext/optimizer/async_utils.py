@@ -21,7 +21,7 @@ from .distributed.plan import Plan, ranks_sort_key
 # Buckets of gradients to average ahead of those that the next event needs.
 BUCKETS_AHEAD = 2
 
-# Most chunks of each lane except the first to gather at the beginning of a step.
+# For each lane, the maximum number of chunks to gather at the beginning of a step.
 GATHERS_AHEAD = 2
 
 
@@ -86,19 +86,19 @@ def lanes_order(
     """Yields the actions for the chunks of all lanes, each with the numbers of lane and chunk.
 
     Lanes run one after another, but overlap at their ends: the first gathers of all lanes come at
-    the beginning of the step, and the last updates of a lane come after the first chunk of the next
-    lane is orthogonalized. All ranks launch collectives in one order: the first gathers, lane by
-    lane, then all others, lane by lane.
+    the beginning of the step, except in ZeRO-2, and the last updates of a lane come after the first
+    chunk of the next lane is orthogonalized. All ranks launch collectives in one order: the first
+    gathers, lane by lane, then all others, lane by lane.
 
     Args:
         lanes: for each lane, its number of chunks, and how many of them may be in flight.
-        gathers_ahead: how many chunks of each lane to gather at the beginning. The first lane
-            gathers as many as may be in flight.
+        gathers_ahead: how many chunks of each lane to gather at the beginning. It is the same for
+            all lanes, since ranks that share two lanes may differ in which lane is their first.
     """
     remaining_orders: list[list[tuple[Do, int, int]]] = []
     for number, (chunks, in_flight) in enumerate(lanes):
         order = [(do, number, chunk) for do, chunk in chunk_order(chunks, in_flight)]
-        begun = min(chunks, in_flight, gathers_ahead if number else chunks)
+        begun = min(chunks, in_flight, gathers_ahead)
         yield from order[:begun]
         remaining_orders.append(order[begun:])
     last_updates: list[tuple[Do, int, int]] = []  # of the previous lane
