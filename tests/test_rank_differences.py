@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import random
 import re
@@ -20,7 +21,7 @@ from breaking import refused
 from counters import calls_of
 from kernel import optimizer
 from layouts import EXACT, part, randn, set_gradients, whole
-from ranks import on_ranks, rank_outcomes
+from ranks import DEVICE, on_ranks, rank_outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient:UserWarning")
 
@@ -33,6 +34,25 @@ def muon(params: list[nn.Parameter], **options: Any) -> Any:
     names = [f"{number}.weight" for number in range(len(params))]
     options = {"lr": 0.02, **options}
     return optimizer.Muon([{"params": params, "names": names, "use_muon": True}], **options)
+
+
+@on_ranks(3, pg_timeout=10)
+def test_ranks_with_different_first_lanes_exchange_what_they_share_in_one_order() -> None:
+    """Ranks 1 and 2 share matrices on two wires; rank 1 also shares some with rank 0, earlier."""
+    meshes = [DeviceMesh(DEVICE, pair) for pair in ([0, 1], [1, 2])]
+    here = [mesh for mesh in meshes if dist.get_rank() in mesh.mesh]
+    named, alone = [], []
+    for mesh, dtype, seed in itertools.product(here, (torch.float32, torch.float64), range(8)):
+        weight, grad = (randn(16, 8 + 8 * (seed % 2), seed=seed + k, dtype=dtype) for k in (0, 8))
+        param, twin = nn.Parameter(part(weight, mesh, [Shard(0)])), nn.Parameter(weight)
+        param.grad, twin.grad = part(grad, mesh, [Shard(0)]), grad
+        named.append((f"{mesh.mesh.tolist()}.{dtype}.{seed}.weight", param))
+        alone.append(twin)
+    group = {"params": named, "use_muon": True}
+    optimizer.Muon([group], lr=0.02, chunk_size=1, **EXACT).step()
+    muon(alone, **EXACT).step()
+    for (_, param), twin in zip(named, alone):
+        assert torch.equal(whole(param.detach()), twin)
 
 
 # -- gradients that are not there ------------------------------------------------------------------

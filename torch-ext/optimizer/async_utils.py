@@ -21,7 +21,7 @@ from .distributed.plan import Plan, ranks_sort_key
 # How many gradient buckets to launch beyond those that the next event needs.
 BUCKETS_AHEAD = 2
 
-# For each lane except the first: the maximum number of chunks to gather at the beginning of a step.
+# For each lane, the maximum number of chunks to gather at the beginning of a step.
 GATHERS_AHEAD = 2
 
 
@@ -92,13 +92,13 @@ def lanes_order(
 
     Args:
         lanes: for each lane, its number of chunks, and how many of them may be in flight.
-        gathers_ahead: how many chunks of each lane to gather at the beginning. The first lane
-            gathers as many as may be in flight.
+        gathers_ahead: how many chunks of each lane to gather at the beginning. It is the same for
+            all lanes, since ranks that share two lanes may differ in which lane is their first.
     """
     remaining_orders: list[list[tuple[Do, int, int]]] = []
     for number, (chunks, in_flight) in enumerate(lanes):
         order = [(do, number, chunk) for do, chunk in chunk_order(chunks, in_flight)]
-        begun = min(chunks, in_flight, gathers_ahead if number else chunks)
+        begun = min(chunks, in_flight, gathers_ahead)
         yield from order[:begun]
         remaining_orders.append(order[begun:])
     last_updates: list[tuple[Do, int, int]] = []  # of the previous lane
