@@ -1,4 +1,4 @@
-"""AdamW for the parameters that Muon does not train, with torch's fused or foreach implementation.
+"""AdamW for the parameters that Muon doesn't train, with torch's fused or foreach implementation.
 
 A step updates AdamW's parameters in parts: lists with one item per tensor, or per piece of a large
 tensor. Like Muon's chunks, parts are bound to parameters and state once.
@@ -34,11 +34,11 @@ FP32_BYTES = 16 << 20
 # Bytes of state that one part fetches from host memory. Larger copies are no faster, and the step
 # waits for the first one.
 STREAMED_BYTES = 64 << 20
-# One part uses at most 1/8 of the memory for fetched state: other parts are on their way, too.
+# One part uses at most 1/8 of the memory for fetched state: other parts are in flight, too.
 STREAMED_SHARE = 8
 
 # Elements of a piece are a multiple of the first of these numbers that fits: torch's fused AdamW on
-# CPUs rounds elements differently if they do not fill a vector register.
+# CPUs rounds elements differently if they don't fill a vector register.
 ALIGNED_NUMEL = (64, 32)
 
 # Devices with a fused kernel, which reads `step` on the parameter's device.
@@ -70,7 +70,8 @@ class Kind(NamedTuple):
         in_fp32: True if they are updated in fp32 and rounded afterwards.
         fused: True if torch's fused kernel updates them.
         capturable: True if a CUDA graph may capture the update.
-        streamed_to: the device to which their state is fetched from host memory; None if it is not.
+        streamed_to: the device that fetches their state from host memory; None if state is
+            elsewhere.
     """
 
     group: int
@@ -211,7 +212,8 @@ class Binder:
 
 
 def narrow(tensor: Tensor, index: Optional[Index]) -> Tensor:
-    """Returns a piece of the divided tensor, or of one that broadcasts to it; None: all of it."""
+    """Returns a piece of the divided tensor, or of one that broadcasts to it; all of it for
+    None."""
     if index is None:
         return tensor
     sizes = zip(tensor.shape, index)
@@ -248,7 +250,7 @@ def _divide(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
 
 
 def divided_rows(param: Tensor, replicas: Optional[Replicas]) -> Optional[slice]:
-    """Returns the rows of a parameter that this rank updates; None if replicas do not divide it."""
+    """Returns the rows of a parameter that this rank updates; None if replicas don't divide it."""
     if replicas is None or is_dtensor(param) or not is_divided(param.shape, len(replicas.ranks)):
         return None
     return slice(*shard_interval(param.shape[0], len(replicas.ranks), replicas.group.rank()))
@@ -282,7 +284,7 @@ def update(
         options: the part's group.
         rounded_by: residuals or random bits that round weights updated in fp32; otherwise None.
         clip: as in `core.clip_weights`; None without QK-Clip.
-        counts: False for a step that only creates state, which does not count.
+        counts: False for a step that only creates state, which doesn't count.
     """
     weights, fused = part.weights, part.kind.fused
     if rounded_by is not None:

@@ -126,7 +126,7 @@ def schedule(
 
     In ZeRO-2, AdamW communicates as well, so it has a fixed position in the order of lanes. If the
     ranks that average gradients also have a lane, AdamW comes while that lane's first chunks are
-    gathered; otherwise, at the position that the sort order would give such a lane. In any other
+    gathered; otherwise, at the position that the sort order would give that lane. In any other
     position, ranks whose first lanes differ would use one process group in different orders.
 
     Args:

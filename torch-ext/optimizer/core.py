@@ -1,7 +1,7 @@
-"""Computes everything in an update but the polar factor: momentum, scale, second moment, weights.
+"""Computes all of an update except the polar factor: momentum, scale, second moment, weights.
 
-The functions work on numbers, lists of local tensors, or batches of matrices. They know nothing of
-process groups or parameter groups, so tests can call them with plain tensors.
+The functions work on numbers, lists of local tensors, or batches of matrices. They know nothing
+about process groups or parameter groups, so tests can call them with plain tensors.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def update_momentum(
     Args:
         buffers, grads: momentum buffers B and gradients G, local tensors of equal shapes.
         outputs: tensors of the same shapes, in `update_dtype`, which receive the input of
-            orthogonalization; None if it is not needed.
+            orthogonalization; None if it isn't needed.
         opmath: dtype of the arithmetic.
     """
     weight = gradient_weight(momentum, style, maximize)
@@ -113,7 +113,7 @@ def second_moment(U: Tensor, of_rows: bool, scratch: Scratch) -> Tensor:
 
     Args:
         U: polar factors, (n, rows, cols).
-        of_rows: True for the means of rows, False for those of columns.
+        of_rows: True for the means of rows, False for the means of columns.
 
     Returns:
         The means in fp32, or in fp64 if U is fp64.
@@ -175,7 +175,7 @@ def update_weights(
     Args:
         weights: local tensors W of any floating dtype.
         updates: U, of the same shapes, in `update_dtype` or wider.
-        rate: learning rate times scale, a number or a tensor of one element. The host does not read
+        rate: learning rate times scale, a number or a tensor of one element. The host doesn't read
             a tensor on the weights' device.
         decay: learning rate times weight decay (and times scale with decay_lr="adjusted"), a number
             or a tensor like ``rate``.

@@ -200,7 +200,7 @@ def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split
         split: a list of row counts, a number of rows, the notation of `split_notation`, or None.
 
     Raises:
-        ValueError: if the tensor is not a matrix or the split does not fit. The message continues
+        ValueError: if the tensor isn't a matrix or the split doesn't fit. The message continues
             "<parameter> …".
     """
     shape = tuple(shape)

@@ -71,7 +71,7 @@ class Muon(Stateful):
 
     The default scale is 0.2·sqrt(max(rows, cols)) (Liu et al. 2025, arXiv:2502.16982), so a weight
     decay tuned for AdamW also fits Muon. `describe` prints which multiples of AdamW's learning rate
-    to try. U does not depend on the scale of the gradients unless ``ns_eps_absolute`` or
+    to try. U doesn't depend on the scale of the gradients unless ``ns_eps_absolute`` or
     ``ns_equilibrate`` is set.
 
     `Muon.for_model` also makes the parameter groups. docs/options.md describes all arguments; the
@@ -210,7 +210,7 @@ class Muon(Stateful):
             options: further arguments of `Muon`, such as ``process_group``.
 
         Raises:
-            ValueError: ``model`` is not a module, or FSDP1 has flattened its parameters; or
+            ValueError: ``model`` isn't a module, or FSDP1 has flattened its parameters; or
                 anything that `Muon` raises.
 
         Example:
@@ -259,7 +259,7 @@ class Muon(Stateful):
         entries_of(group_view, len(self.param_groups), self._settings)  # raises if one is wrong
         validation.check_unshared(group_view, self.param_groups)
         if self._clip.config is not None:
-            self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
+            self._clip.find([*self._read_groups(), group_view])  # raises if a layer doesn't fit
         validation.warn_about_overshoot(group_view)
         names = group.pop("names")
         # torch requires param_names in all groups or in none. This optimizer also allows names in
@@ -275,7 +275,7 @@ class Muon(Stateful):
                     each["param_names"] = param_names
 
     def __repr__(self) -> str:
-        """One line per group: its algorithm, its rates, and options that are not the default."""
+        """One line per group: its algorithm, its rates, and options that aren't the default."""
         arguments, lines = inspect.signature(Muon).parameters.values(), []
         defaults = {**{p.name: p.default for p in arguments}, **options.NS_DEFAULTS}
         for number, group in enumerate(self.param_groups):
@@ -521,7 +521,7 @@ class Muon(Stateful):
     def summary(self, schedule: bool = False) -> Summary:
         """Shows what a step does with every parameter: ``print(optim.summary())``.
 
-        It reads the plan of a step in which every trainable parameter has a gradient, and does not
+        It reads the plan of a step in which every trainable parameter has a gradient, and doesn't
         communicate with other ranks. `Summary.rows` and `Summary.totals` are plain data.
 
         Args:
@@ -592,7 +592,7 @@ class Muon(Stateful):
     def qk_clip_stats(self) -> dict[str, Any]:
         """What QK-Clip saw and did, as plain numbers; empty without ``clip_config``.
 
-        The host waits for the device. Checkpoints do not contain these numbers.
+        The host waits for the device. Checkpoints don't contain these numbers.
 
         Returns:
             For the last step with logits: ``max_logit``; ``heads``, the number of logits;

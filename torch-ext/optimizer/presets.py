@@ -95,7 +95,7 @@ _TORCH_DEFAULTS = {
 
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates torch's arguments to those of `Muon`."""
+    """Translates torch's arguments to arguments of `Muon`."""
     renamed = {"eps": "ns_eps", "adjust_lr_fn": "adjust_lr"}
     translated = {renamed.get(key, key): value for key, value in arguments.items()}
     if "adjust_lr_fn" in arguments:
@@ -427,7 +427,7 @@ class MuonAdamW(Muon):
         version: version of nanochat's formulas, ``"2026-02"`` or ``"2026-07"``.
         options: further options of `Muon`, such as ``ns_dtype``.
 
-    Unlike nanochat, it does not round the learning rate, decay and betas to the parameters' dtype,
+    Unlike nanochat, it doesn't round the learning rate, decay and betas to the parameters' dtype,
     and keeps a separate momentum buffer for each matrix.
 
     Raises:
@@ -510,7 +510,7 @@ class DistMuonAdamW(MuonAdamW):
         process_group: the replicas; None is all ranks.
 
     Raises:
-        ValueError: torch.distributed is not initialized; or anything that `MuonAdamW` raises.
+        ValueError: torch.distributed isn't initialized; or anything that `MuonAdamW` raises.
     """
 
     def __init__(

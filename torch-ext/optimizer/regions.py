@@ -51,7 +51,7 @@ class Sharding:
         """Returns the indices of a rank in the mesh.
 
         Raises:
-            ValueError: if the rank is not in the mesh.
+            ValueError: if the rank isn't in the mesh.
         """
         index, coordinate = self.ranks.index(rank), []
         for size in reversed(self.mesh_shape):
@@ -61,7 +61,7 @@ class Sharding:
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def region(self, shape: tuple[int, ...], rank: int) -> Region:
-        """Returns the region of a tensor that ``rank`` holds; empty if it is not in the mesh."""
+        """Returns the region of a tensor that ``rank`` holds; empty if it isn't in the mesh."""
         if rank not in self.ranks:
             return tuple((0, 0) for _ in shape)
         region, coordinate = list(whole(shape)), self.coordinate(rank)
@@ -109,7 +109,8 @@ class Sharding:
 
 
 def shard_interval(size: int, parts: int, index: int) -> Interval:
-    """Returns part ``index`` of ``range(size)``, cut as in `torch.chunk`: the last are shorter."""
+    """Returns part ``index`` of ``range(size)``, cut as in `torch.chunk`: the last may be
+    shorter."""
     length = -(-size // parts)
     start = min(size, length * index)
     return (start, min(size, start + length))

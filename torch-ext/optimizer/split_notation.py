@@ -24,7 +24,7 @@ _EXAMPLE = "as in '(group (q=512 + k=128 + v=128)) dim'"
 
 
 class Loop(NamedTuple):
-    """An axis of a part: its number of indices, their distance, and if each is a matrix."""
+    """An axis of a part: its number of indices, their distance, and whether each is a matrix."""
 
     size: int
     stride: int
@@ -68,10 +68,11 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
         cols: the sizes of the dimensions after the rows; several if they are flattened.
 
     Returns:
-        The parts of the rows, and those of the columns: lists with a `Part` per item of ``cols``.
+        The parts of the rows, and the parts of the columns: lists with a `Part` per item of
+        ``cols``.
 
     Raises:
-        ValueError: if the split does not fit. The message continues "<parameter> …".
+        ValueError: if the split doesn't fit. The message continues "<parameter> …".
     """
     whole = [Part(0, (Loop(size, 1),)) for size in cols]
     if not isinstance(split, str):
@@ -105,10 +106,10 @@ def _consecutive(split: Any, rows: int) -> list[Part]:
 
 
 def parse(notation: str) -> tuple[_Product, _Product]:
-    """Returns the terms of the rows and those of the columns.
+    """Returns the terms of the rows and the terms of the columns.
 
     Raises:
-        ValueError: if the text is not in the notation; the message says why.
+        ValueError: if the text isn't in the notation; the message says why.
     """
     tokens = list(_tokens(notation))
     product = _product(tokens, notation)
@@ -166,7 +167,7 @@ def resolve(product: _Product, total: int, what: str, source: str) -> list[Part]
         source: the option and the text that ``product`` was parsed from, for messages.
 
     Raises:
-        ValueError: if the sizes do not fit. The message continues "<parameter> …".
+        ValueError: if the sizes don't fit. The message continues "<parameter> …".
     """
     axes = list(_axes(product))
     sizes = {axis.name: axis.size for axis in axes if axis.name and axis.size is not None}
@@ -176,7 +177,7 @@ def resolve(product: _Product, total: int, what: str, source: str) -> list[Part]
         raise ValueError(f"{subject} can't divide: give sizes to all but one of {list(unknown)}")
     if any(axis.size not in (None, sizes.get(axis.name, axis.size)) for axis in axes):
         raise ValueError(f"{subject} can't divide: a name has two sizes")
-    for name in unknown:  # the total is linear in the size of a name that is not nested in itself
+    for name in unknown:  # the total is linear in the size of a name that isn't nested in itself
         with_0, with_1, with_2 = (_size(product, {**sizes, name: n}) for n in (0, 1, 2))
         if with_2 - with_1 != with_1 - with_0 or not with_1 - with_0:
             raise ValueError(f"{subject} can't divide: {name!r} is nested in itself")

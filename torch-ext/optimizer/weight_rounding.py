@@ -9,7 +9,7 @@ where ``bits`` are those of the fp32 weight. The parameter gets the upper half o
 
 ``"exact"`` adds 0x8000, which rounds to nearest, ties away from zero. The state stores the
 residual, bits − rounded, which restores the fp32 weight bit for bit. The residual fits an int16; it
-would not with ties to even. A weight that rounds to above the largest bf16 number is Inf in the
+wouldn't with ties to even. A weight that rounds to above the largest bf16 number is Inf in the
 parameter, and finite again when it is restored. The state stores each int16 as two bytes along an
 extra dimension: checkpoints gather shards, and NCCL and gloo have no collectives for int16.
 

@@ -14,7 +14,7 @@ from .arena import Arena
 from .backend import IN, OUT, Backend
 from .ring import Fetch, Load, Ring, dense_stride
 
-# Default device memory for loads: this share of the state, but at least so many bytes.
+# Default device memory for loads: this share of the state, but at least this many bytes.
 SLOT_SHARE = 0.05
 LEAST_SLOT_BYTES = 512 << 20
 
@@ -182,8 +182,8 @@ class CPUOffload:
     # -- within a step -------------------------------------------------------------------------
 
     def fetch(self, tensor: Optional[Tensor], part: Tensor) -> Optional[Fetch]:
-        """The fetch that brings a part of a state tensor to its device; None if it needs no
-        copy."""
+        """The fetch that copies a part of a state tensor to its device; None if no copy is
+        needed."""
         offloaded = self._offloaded.get(id(tensor))
         return None if offloaded is None else Fetch(part, offloaded.device)
 

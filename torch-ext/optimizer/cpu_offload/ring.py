@@ -181,7 +181,7 @@ class Ring:
         """Frees the ring; the current stream waits for the last copy, also after an error."""
         if self._memory is None:
             return
-        if self._arriving:  # loads that were not used because of an error
+        if self._arriving:  # loads that weren't used because of an error
             self._backend.wait(COMPUTE, self._backend.record(IN))
         self._backend.wait(COMPUTE, self._backend.record(OUT))
         self._backend.free(self._memory)

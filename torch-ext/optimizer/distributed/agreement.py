@@ -45,8 +45,8 @@ class StepNotes(NamedTuple):
     """What this rank is about to do in a step with the ranks of one set."""
 
     lines: Sequence[str]  # what must be equal on all ranks: parameters, placements, options
-    gradients: Sequence[str]  # names of the parameters that have a gradient
-    owners: str = ""  # a hash of the plan, which follows from lines and gradients
+    gradients: Sequence[str]  # names of the parameters that take part
+    owners: str = ""  # hashes of lanes, which follow from lines and gradients
     optimizer: str = ""  # its number among the ranks' optimizers, and how often it has stepped
 
 
@@ -116,7 +116,7 @@ class Agreement:
         return Agreement, ()
 
     def begin(self) -> None:
-        """Begins a step; this rank has not voted yet."""
+        """Begins a step; this rank hasn't voted yet."""
         self.others_may_step = self.has_compared = False
 
     def decide(
@@ -135,13 +135,14 @@ class Agreement:
             structure: what this rank shares with each of its sets of ranks.
             sets: for each mesh, the ranks that share parameters with this rank.
             notes: returns the notes of this step.
-            skip: True if this rank wants to skip; None unless a GradScaler calls every step.
+            skip: True if this rank wants to skip; None unless a GradScaler leaves skipping to the
+                step.
             only_creates: True if, as far as this rank knows, the step only creates state.
 
         Raises:
             ValueError: ranks would do different things, or one of them has an error; the text is
                 the same on all of them.
-            RuntimeError: a rank did not arrive, or died during the exchange.
+            RuntimeError: a rank didn't arrive, or died during the exchange.
         """
         self.others_may_step = any(len(ranks) > 1 for ranks in sets)
         is_due = self._is_due(how_often, structure, skip is not None)
@@ -254,9 +255,9 @@ def _find_union(sets: Sequence[Ranks]) -> _Union:
     """Finds the union of a rank with these sets: in each round, ranks pass on the sets new to them.
 
     If one set has all ranks, one round is enough. Otherwise there are as many rounds as sets: each
-    round brings another set to any rank that lacks one. Raises ValueError if a set that one rank
-    reports is missing on another of its members. Only ranks in a set that contains both see this;
-    the rest wait until the timeout.
+    round tells any rank that lacks a set about another one. Raises ValueError if a set that one
+    rank reports is missing on another of its members. Only ranks in a set that contains both see
+    this; the rest wait until the timeout.
     """
     known, sent = set(sets), set[Ranks]()
     rounds, needed = 0, 1
@@ -312,7 +313,7 @@ def _find_problem(details: Mapping[int, Sequence[Any]], have_changed: bool) -> O
 
 
 def _contradiction(named: Mapping[int, Collection[Ranks]]) -> Optional[str]:
-    """Says which rank lacks a set that another names; ``named`` maps ascending ranks to sets."""
+    """Says which rank lacks a set that another reports; ``named`` maps ascending ranks to sets."""
     for ranks in _in_order(set().union(*named.values())):
         lacking = [rank for rank in ranks if rank in named and ranks not in named[rank]]
         if lacking:

@@ -135,7 +135,7 @@ class PeerRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Units that are orthogonalized together: they have one group, one shape and one layout.
+    """Units that are orthogonalized together: they have one group, one shape, and one layout.
 
     Args:
         units: the units.
@@ -198,11 +198,11 @@ class Traffic:
 class Chunk:
     """Matrices that are gathered, orthogonalized and scattered together, as one rank sees them.
 
-    This rank's pieces lie in two buffers: input of orthogonalization that it sends, and updates
-    that it receives. Without slots, a buffer starts with this rank's pieces of the units it owns,
-    followed by the pieces that it sends to or receives from each peer, in order. Two ranks exchange
-    pieces batch by batch and unit by unit. Padding makes the next batch begin at a multiple of
-    `ALIGNMENT_BYTES`.
+    This rank's pieces lie in two buffers: the input of orthogonalization that it sends, and the
+    updates that it receives. Without slots, a buffer starts with this rank's pieces of the units it
+    owns, followed by the pieces that it sends to or receives from each peer, in order. Two ranks
+    exchange pieces batch by batch and unit by unit. Padding makes the next batch begin at a
+    multiple of `ALIGNMENT_BYTES`.
 
     Args:
         momentum, weights: this rank's shares of all batches, in the order of these buffers.
@@ -433,6 +433,6 @@ class _Direction:
         return (unit.block.local_part(box, held) for box in self._block_boxes(unit, this_peer))
 
     def numel(self, units: Sequence[Unit], boxes: tuple[Region, ...]) -> int:
-        """Elements of the pieces of a batch, padding included."""
+        """Elements of the pieces of a batch, including padding."""
         numel = len(units) * sum(map(regions.numel, boxes))
         return -(-numel // self.alignment) * self.alignment

@@ -1,4 +1,4 @@
-"""Calls torch's single-tensor collectives by the names that the installed version has."""
+"""Calls torch's single-tensor collectives by their names in the installed version."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def all_gather(ranks: Ranks, tensor: Tensor) -> Tensor:
     many a rank is in, so ranks in different numbers of groups would wait for each other.
 
     Raises:
-        RuntimeError: a rank did not arrive, or gloo can't connect the ranks.
+        RuntimeError: a rank didn't arrive, or gloo can't connect the ranks.
     """
     cache = _cache.current()
     try:

@@ -93,7 +93,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
     A parameter whose ``grad_dtype`` is None accepts gradients of any dtype. They count as fp32, or
     as the parameter's dtype if that is wider. So all ranks know the dtype before any gradient, and
-    it does not depend on the zeros that torch.distributed.checkpoint sets.
+    it doesn't depend on the zeros that torch.distributed.checkpoint sets.
     """
     if not param.is_leaf:  # torch raises for non-leaf tensors
         return param.dtype
@@ -102,7 +102,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
 
 def facts_of(params: Sequence[Any]) -> list[tuple]:
-    """For each parameter, the facts that a plan depends on, comparable; every step calls this."""
+    """For each parameter, the facts that a plan depends on, to compare in every step."""
     strided = torch.strided
     return [
         (
@@ -124,7 +124,8 @@ def check_placements(tensor: Tensor) -> None:
 
     Raises:
         ValueError: no process group, or none for the device; a placement other than Shard and
-            Replicate; strided shards that aren't intervals; shards in another order than the mesh.
+            Replicate; strided shards that aren't intervals; shards in an order other than the
+            mesh's.
     """
     if not is_dtensor(tensor):
         return
@@ -176,7 +177,7 @@ def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequen
 
 
 def unusual_shard_order(tensor: Tensor) -> Optional[tuple[int, tuple[int, ...]]]:
-    """A dimension of a DTensor that mesh dimensions cut in another order than that of the mesh, and
+    """A dimension of a DTensor that mesh dimensions cut in an order other than the mesh's, with
     that order; None if there is none.
 
     torch stores the order apart from placements. Strided shards imply theirs: for these torch 2.10
@@ -209,7 +210,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def mesh_placements_of(tensor: Tensor) -> Optional[tuple]:
-    """Mesh and placements of a DTensor, comparable; None for a plain tensor."""
+    """Mesh and placements of a DTensor, to compare; None for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return None
     return tensor._spec.mesh, tensor._spec.placements  # the properties take twice as long
@@ -291,7 +292,7 @@ def local_shape(shape: Sequence[int], mesh_placements: tuple) -> tuple[int, ...]
     """Shape of this rank's shard of a DTensor of ``shape``."""
     sharding, rank = _sharding(*mesh_placements), dist.get_rank()
     if rank not in sharding.ranks:
-        return (0,)  # as torch has it on ranks outside the mesh
+        return (0,)  # as in torch, on ranks outside the mesh
     return shape_of(sharding.region(shape, rank))
 
 
@@ -300,7 +301,7 @@ def dtensor_of(
 ) -> Tensor:
     """Wraps this rank's shard in a DTensor of ``shape`` and ``stride``, without a copy.
 
-    The shard may be on another device than the mesh: `DTensor.from_local` would copy a shard in
+    The shard may be on a device other than the mesh's: `DTensor.from_local` would copy a shard in
     host memory to the mesh's accelerator.
     """
     mesh, placements = mesh_placements

@@ -137,7 +137,7 @@ class Exchange:
         self._wait()
 
     def release(self) -> None:
-        """Gives the buffers of updates back to the scratch."""
+        """Returns the buffers of updates to the scratch."""
         for buffer in (self.updates, self._scattered, self.moments):
             if buffer is not None:
                 self._scratch.give(buffer)

@@ -16,8 +16,8 @@ from .units import Entry
 
 MODES = ("auto", "spread", "redundant")
 
-# FLOPs that a rank does in the time that it takes to send a byte to another replica. Accelerators:
-# 400 TFLOP/s and 33 GB/s, as a host of eight H100s reaches with replicas on different hosts.
+# FLOPs that a rank does while it sends a byte to another replica. Accelerators: 400 TFLOP/s and 33
+# GB/s, which a host of eight H100s reaches with replicas on different hosts.
 FLOPS_PER_BYTE = {"cpu": 400}
 DEFAULT_FLOPS_PER_BYTE = 12_000
 
@@ -49,8 +49,9 @@ def share_work(entries: Sequence[Entry], rank: int, mode: str) -> list[Entry]:
 def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
     """True if the arithmetic that a rank saves takes longer than sending updates to replicas.
 
-    A rank does its share of one replica's FLOPs (of all replicas' if they share the work), at least
-    those of the costliest matrix. If they share, it sends its updates to all other replicas.
+    A rank does its share of one replica's FLOPs (of all replicas' if they share the work), but at
+    least the FLOPs of the costliest matrix. If they share, it sends its updates to all other
+    replicas.
 
     Args:
         entries: entries with the same holders.

@@ -20,7 +20,7 @@ DEFAULT_CHUNK_BYTES = 64 << 20
 # bytes of one owner.
 MOST_SHARED = 48
 
-# The largest batch, in bytes of its copy in opmath. On CPUs a batch that stays in the cache is
+# Maximum batch size, in bytes of its copy in opmath. On CPUs a batch that stays in the cache is
 # faster than a large one. On accelerators each batch costs about twenty launches. If state is
 # streamed, batches are smaller: each waits for its own state, and few matrices fill an accelerator.
 BATCH_BYTES = {"cpu": 2 << 20}
@@ -37,7 +37,7 @@ class Limits:
 
     Args:
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 limits chunks by bytes.
-        warmup_step: the most chunks in flight, not counting the one being orthogonalized.
+        warmup_step: maximum number of chunks in flight, besides the one being orthogonalized.
         streams_state: True if momentum comes from host memory. Chunks have to wait for it, so only
             `HIDING_IN_FLIGHT` are in flight, as many as hide each other's traffic.
         staging_bytes: bytes that an owner gathers in a chunk; None means `CHUNK_BYTES`.
@@ -50,7 +50,7 @@ class Limits:
 
     @property
     def in_flight(self) -> int:
-        """The most chunks in flight."""
+        """Maximum number of chunks in flight."""
         return min(self.warmup_step + 1, HIDING_IN_FLIGHT if self.streams_state else sys.maxsize)
 
     def chunk_bytes(self, device: torch.device) -> int:
@@ -58,12 +58,12 @@ class Limits:
         return self.staging_bytes or CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES)
 
     def batch_bytes(self, device: torch.device) -> int:
-        """The largest batch, in bytes of its copy in opmath."""
+        """Maximum batch size, in bytes of its copy in opmath."""
         limit = BATCH_BYTES.get(device.type, DEFAULT_BATCH_BYTES)
         return min(limit, STREAMED_BATCH_BYTES) if self.streams_state else limit
 
     def matrices_per_batch(self, entry: Entry, block: Block) -> int:
-        """The most matrices of a block in one batch."""
+        """Maximum number of a block's matrices in one batch."""
         if self.chunk_size > 0:
             return self.chunk_size
         numel = block.rows * block.cols

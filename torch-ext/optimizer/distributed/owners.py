@@ -1,9 +1,10 @@
 """Decides which rank orthogonalizes which matrix, and which matrices travel in one chunk.
 
 Matrices are assigned one by one, the costliest first, each to the rank with the least work so far
-(longest processing time first). So at any time all ranks have about the same work, and every
-stretch of the list has work for all of them. A chunk is such a stretch, except that small matrices
-fill gaps in earlier chunks. Ranks meet in every chunk, and wait for the one with the most work.
+(longest processing time first). So at any time all ranks have about the same amount of work, and
+every stretch of the list has work for all of them. A chunk is one stretch, except that small
+matrices fill gaps in earlier chunks. Ranks meet in every chunk, and wait for the one with the most
+work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Candidate(NamedTuple):
         holders: the peers that hold parts of it; only these may own it.
         flops: FLOPs to orthogonalize it.
         elements: elements that its owner gathers.
-        home: the peer that alone has its momentum; None if there is none.
+        home: the only peer with its momentum; None if several peers have parts.
     """
 
     unit: Unit
@@ -40,8 +41,8 @@ Owned = tuple[Candidate, int]  # a unit, and the peer that owns it
 def give_away(candidates: Sequence[Candidate], loads: list[int]) -> list[Owned]:
     """Chooses owners; returns the units in the order of assignment, each with its owner.
 
-    If several peers have the least work, the one with the fewest elements gets the unit. A peer
-    that alone has the momentum of a unit owns it if its load stays within a fair share.
+    If several peers have the least work, the one with the fewest elements gets the unit. The only
+    peer with a unit's momentum owns the unit if its load stays within a fair share.
 
     Args:
         candidates: the candidates of one lane.
@@ -50,7 +51,7 @@ def give_away(candidates: Sequence[Candidate], loads: list[int]) -> list[Owned]:
     turns: Counter[tuple[int, int]] = Counter()  # units so far, by cost and home
 
     def order(candidate: Candidate) -> tuple[int, int]:
-        """The costliest first; units of equal cost alternate between homes."""
+        """Sort key: the costliest first; units of equal cost alternate between homes."""
         if candidate.home is None:
             return -candidate.flops, 0
         turns[candidate.flops, candidate.home] += 1
@@ -78,7 +79,7 @@ def give_away(candidates: Sequence[Candidate], loads: list[int]) -> list[Owned]:
     return owned
 
 
-# How many of the last complete chunks a unit may join; a search through all would take long.
+# How many of the last complete chunks a unit may join; searching all of them would take too long.
 LOOK_BACK = 4
 
 # A complete chunk: its units, and the elements and FLOPs that it has room for, by owner.
@@ -93,20 +94,20 @@ def into_chunks(
 ) -> list[dict[int, list[Unit]]]:
     """Cuts the list of `give_away` into chunks, each a mapping from sorted owners to units.
 
-    An owner may gather more than ``most`` elements if it gathers no more than the largest unit of
-    the chunk has, and does no more than the costliest unit takes: while one owner has a large
-    matrix, others may have several small ones.
+    An owner may gather more than ``most`` elements, up to the size of the chunk's largest unit, if
+    it does no more FLOPs than the costliest unit needs: while one owner has a large matrix, others
+    may have several small ones.
 
     A unit that would begin a chunk joins an earlier one instead if its owner gathers less there
-    than the average owner, and does less than the costliest unit takes. Otherwise small matrices of
-    only a few owners would fill chunks in which all others wait. Chunks limited by ``most_shared``
-    or ``most_matrices`` have no such room.
+    than the average owner, and does fewer FLOPs than the costliest unit needs. Otherwise small
+    matrices of only a few owners would fill chunks in which all others wait. Chunks limited by
+    ``most_shared`` or ``most_matrices`` have no such room.
 
     Args:
         owned: as `give_away` returns it.
-        most: elements that an owner gathers in a chunk, unless one unit has more.
-        most_shared: elements that all owners together gather in a chunk; None for no limit.
-        most_matrices: matrices of an owner in a chunk; None for no limit.
+        most: maximum elements that an owner gathers in a chunk, unless one unit has more.
+        most_shared: maximum elements that all owners together gather in a chunk; None for no limit.
+        most_matrices: maximum number of an owner's matrices in a chunk; None for no limit.
     """
     chunks: list[dict[int, list[Unit]]] = []
     ended: list[Ended] = []

@@ -134,7 +134,7 @@ class Planner:
         self.rank = rank
         self.limits = Limits(**limits)
         self.units: dict[Channel, list[UnitHolders]] = defaultdict(list)
-        # By peers: entry, holder and FLOPs of each unit that one of the peers holds whole.
+        # By peers: entry, holder, and FLOPs of each unit that one of the peers holds whole.
         self.whole_flops: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
         self.whole_on_peers: list[tuple[Unit, int]] = []
         self.matrix_flops: dict[tuple, int] = {}  # by entry, rows and columns
@@ -183,7 +183,7 @@ class Planner:
         return self.plans[absent]
 
     def _add(self, number: int, entry: Entry) -> None:
-        """Sorts the matrices of an entry into the channels that they travel by."""
+        """Sorts the matrices of an entry into the channels that they travel on."""
         peers = entry.peers(self.rank)
         if not peers:
             return

@@ -1,4 +1,4 @@
-"""Creates process groups of any ranks when a lane needs one, and finds the default group."""
+"""Creates process groups for any ranks when a lane needs them, and finds the default group."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def world_timeout(*device_types: str) -> timedelta:
 
 
 def key_of_ranks(ranks: Sequence[int]) -> str:
-    """A short name of a set of ranks for keys of a store, since a list of ranks may be long."""
+    """A short name of a set of ranks, for keys of a store: a list of ranks may be long."""
     return hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
 
 
@@ -104,7 +104,7 @@ def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Repli
 
     A group of the DTensor's mesh, the replicas' group or the default group is used if it has these
     ranks; otherwise a new group is created. All of ``ranks``, and no others, must make this call at
-    the same point of their programs. `dist.new_group` does not work here: either all ranks of the
+    the same point of their programs. `dist.new_group` doesn't work here: either all ranks of the
     world have to call it, or it names a group by how many groups a rank is in already, and ranks in
     different numbers of groups wait for each other under different names.
     """

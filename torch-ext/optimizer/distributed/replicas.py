@@ -1,4 +1,4 @@
-"""Knows which ranks hold the same plain parameters, and checks that their copies are equal."""
+"""Describes which ranks hold the same plain parameters, and checks that their copies are equal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if dist.is_available():
     from torch.distributed.tensor import Shard
 
 
-# The largest relative difference of averaged gradients: ranks may sum in different orders.
+# Largest accepted relative difference of averaged gradients: ranks may sum in different orders.
 GRADIENT_ROUNDING = 1e-3
 
-# Tensors with fewer elements are not divided: their state is too small to be worth it.
+# Tensors with fewer elements aren't divided: their state is too small to be worth it.
 SMALL_NUMEL = 1024
 
 
@@ -35,7 +35,7 @@ class Replicas:
         group: the process group, or a mesh of one dimension.
 
     Raises:
-        ValueError: ``group`` is something else, or does not have this rank.
+        ValueError: ``group`` is something else, or doesn't contain this rank.
     """
 
     def __init__(self, group: Any):
@@ -71,11 +71,11 @@ class Replicas:
     def difference(
         self, params: Iterable[tuple[str, Tensor, Optional[Tensor]]], averaged: bool
     ) -> Optional[str]:
-        """Describes the first weight or gradient that differs between ranks, or state that doesn't.
+        """Describes the first weight or gradient that differs between ranks, or state that should.
 
-        All ranks get the same answer, None if all is well. Each rank should have different rows of
-        state; if two ranks have the same, both have loaded the shard that one rank saved. The
-        comparison waits for the device, so it is made only before a first step.
+        All ranks return the same text, or None if all is well. Each rank should have different rows
+        of state; if two ranks have the same, both have loaded the shard that one rank saved. The
+        comparison waits for the device, so it runs only before the first step.
 
         Args:
             params: name, plain parameter and, if any, this rank's shard of its state; the same
@@ -96,7 +96,7 @@ class Replicas:
                     f"rank {first}: start with the same weights on all ranks of process_group"
                 )
             sums = self._gather(_sum_of_rows(state).to(device) for _, _, state in on_device)
-            # Parameters whose rows differ, so that the checksum tells rows of ranks apart.
+            # Only parameters whose rows differ, since only their checksums identify a rank's rows.
             indices = sums[0].nonzero().flatten().tolist()
             for rank, its_sums in zip(self.ranks[1:], sums[1:]):
                 if indices and torch.equal(its_sums[indices], sums[0, indices]):
@@ -136,7 +136,7 @@ def is_divided(shape: Sequence[int], ranks: int) -> bool:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """A checksum, () in int64, that does not depend on the order of elements."""
+    """A checksum, () in int64, that doesn't depend on the order of elements."""
     if tensor.untyped_storage().nbytes() == 0:  # no elements, or their memory was freed
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -21,7 +21,7 @@ class Entry:
     """One Muon parameter as a plan sees it.
 
     Args:
-        name: its FQN, or its place in the groups if it has no name.
+        name: its FQN, or its position in the groups if it has no name.
         group: number of its parameter group.
         index: its index in that group.
         matrices: how the whole tensor is read as matrices.
@@ -31,8 +31,8 @@ class Entry:
         wire: dtype in which momentum and updates travel.
         recipe: how its matrices are orthogonalized, which sets their cost.
         second_moment: True if owners also send mean squares of the update.
-        momentum_sharding: how its momentum lies, if not as the weights do: replicas of weights may
-            divide the momentum.
+        momentum_sharding: how its momentum lies on the mesh, if not like its weights: replicas may
+            divide it.
         spread: True if each matrix has one owner among all replicas, not one in each replica.
         adjust_lr: how updates are scaled, see `core.update_scale`.
     """
@@ -70,7 +70,7 @@ class Entry:
     def momentum_holder(self, box: Region) -> Optional[int]:
         """The index in ``momentum_sharding.ranks`` of the rank that has a box's first expert.
 
-        None if the entry has no experts, or if its momentum lies as its weights do.
+        None if the entry has no experts, or if its momentum lies like its weights.
         """
         if self.momentum_sharding is None or not self.matrices.row_dim:
             return None
@@ -149,7 +149,7 @@ class Unit:
 class Channel:
     """The ranks that exchange units, and the format in which units travel.
 
-    In a channel a ``rank`` is a global rank, and a ``peer`` an index in ``peers``.
+    In a channel, a ``rank`` is a global rank, and a ``peer`` is an index in ``peers``.
 
     Args:
         peers: global ranks, ascending; one rank alone exchanges nothing.
@@ -180,8 +180,7 @@ def boxes_and_holders(
 ) -> Iterator[tuple[Block, Region, tuple[int, ...]]]:
     """Yields the units that each expert is divided into.
 
-    A unit is yielded as its block, its box without the axes of experts, and the peers that hold
-    parts of it.
+    Each unit comes as its block, its box without the expert axes, and the peers that hold parts.
 
     Args:
         m: how the whole tensor is read as matrices.

@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import triton_kernels
 from ..newton_schulz import Recipe
 
-# The most parts that our kernels copy, one by one. With more parts, torch's copies, which each
-# cover many peers, need fewer launches.
+# Maximum number of parts that our kernels copy, one by one. With more parts, torch's copies, each
+# for many peers, need fewer launches.
 _MOST_BY_KERNEL = 128
 
 

@@ -1,8 +1,8 @@
 """Averages gradients in buckets and all-gathers updated rows: the collectives of ZeRO-2.
 
 Every rank of a group holds whole parameters and its own gradients. A *divided* tensor is cut along
-dimension 0 as `torch.chunk` does: a reduce-scatter brings each rank the mean gradient of its rows,
-the rank updates these rows, and an all-gather brings them to the other ranks. The gradients of
+dimension 0 as `torch.chunk` does: a reduce-scatter gives each rank the mean gradient of its rows,
+the rank updates these rows, and an all-gather sends them to the other ranks. The gradients of
 smaller tensors are all-reduced, and every rank updates all of their rows. Divided tensors that
 padding would more than double are all-reduced, too, but each rank updates only its rows.
 
@@ -32,7 +32,7 @@ from ..scratch import Scratch
 from .collectives import all_gather_slots, single_tensor_collective
 from .dtensors import grad_dtype
 
-# Bytes of one bucket's staging: enough that latency does not matter (each of 64 ranks still gets
+# Bytes of one bucket's staging: enough that latency doesn't matter (each of 64 ranks still gets
 # 1 MiB), or, on CPUs, few enough that a packed bucket is still in the cache when it is sent.
 BUCKET_BYTES = {"cpu": 4 << 20}
 DEFAULT_BUCKET_BYTES = 64 << 20
@@ -123,15 +123,15 @@ class MeanGradients:
     """Averages gradients over a process group; this rank gets only its rows of divided gradients.
 
     Each call of `launch` launches the next bucket; all ranks of the group must make the same calls.
-    `result` may be called in any order. Gradients are not changed. A gradient is sent without a
+    `result` may be called in any order. Gradients aren't changed. A gradient is sent without a
     copy if it is alone in its bucket, contiguous, and has the same number of rows for each rank.
 
     Staging is limited to `BUCKETS_IN_FLIGHT` buckets, each of `BUCKET_BYTES` or of one tensor.
 
     Args:
         params: plain tensors, whose ``grad`` is averaged; a missing one counts as zeros.
-        divided: for each parameter, True if this rank gets only its rows, maybe none; False for 0-D
-            tensors.
+        divided: for each parameter, True if this rank gets only its rows, possibly none; False for
+            0-D tensors.
         group: process group.
         on_read: called with the number of a tensor once its gradient has been read.
         scratch: provides the staging.
@@ -191,7 +191,7 @@ class MeanGradients:
         The mean is contiguous, in the dtype of the parameter's gradients.
 
         Raises:
-            RuntimeError: its bucket has not been launched.
+            RuntimeError: its bucket hasn't been launched.
         """
         while index not in self._means:
             if not self._in_flight:
@@ -218,7 +218,7 @@ class MeanGradients:
             self._means[index] = mean[start : start + math.prod(shape)].view(shape)
 
     def _zero_copy_gradient(self, bucket: Bucket) -> Optional[Tensor]:
-        """The flat gradient of a bucket with a single one, if it can be sent without a copy."""
+        """The flat gradient of a bucket with only one, if it can be sent without a copy."""
         if len(bucket.members) > 1 or _divides_first(bucket):
             return None
         [index] = bucket.members
@@ -271,7 +271,7 @@ def _divides_first(bucket: Bucket) -> bool:
 
 
 class RowAllGather:
-    """Brings the rows that each rank has updated to all other ranks of a group.
+    """Sends the rows that each rank has updated to all other ranks of a group.
 
     All ranks call `launch`, then `wait`. In between, only the rows that this rank has updated are
     defined: other rows may be arriving in place. Staging is limited as in `MeanGradients`.
@@ -323,7 +323,7 @@ class RowAllGather:
     def _finish(self) -> None:
         work, bucket, staging = self._in_flight.popleft()
         work.wait()
-        if staging is None:  # rows were received in place, which version counters don't see
+        if staging is None:  # rows were received in place, which version counters miss
             torch.autograd.graph.increment_version(self._tensors[min(bucket.members)])
             return
         pairs: list[RowPair] = []  # without this rank's rows, which may have been changed since

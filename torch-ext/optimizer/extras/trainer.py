@@ -14,7 +14,7 @@ class MuonForTrainer:
 
     When training starts, ``Trainer`` makes an instance without arguments and calls it with the
     model and the given arguments, which are those of `Muon.for_model`. ``Trainer`` adds no
-    arguments: its ``learning_rate`` and ``weight_decay`` do not affect Muon. With FSDP2, accelerate
+    arguments: its ``learning_rate`` and ``weight_decay`` don't affect Muon. With FSDP2, accelerate
     then shards the model and replaces the parameters in the groups.
 
     Example:

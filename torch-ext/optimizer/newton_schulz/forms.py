@@ -20,8 +20,8 @@ ALGORITHMS = ("auto", "standard", "gram")
 # Only one half of a symmetric product is computed if the shorter side is at least HALVES_FROM, in
 # blocks or tiles of BLOCK_SIDES. For shorter sides, blocks are too small to multiply at full speed.
 # CPUs copy the mirror image, so there a factor must also have at least BLOCKS_FROM entries; but
-# fp32 products are so slow that halves always pay. Never change the limits of exact mode: its last
-# bits must stay the same.
+# fp32 products are so slow that halves always pay off. Never change the limits of exact mode: its
+# last bits must stay the same.
 HALVES_FROM = 512
 BLOCK_SIDES = {"blocks": 256, "fp32 blocks": 256, "exact blocks": 256, "tiles": 128}
 BLOCKS_FROM = {"blocks": 1 << 20, "exact blocks": 1 << 20}

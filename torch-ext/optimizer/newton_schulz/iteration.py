@@ -155,7 +155,7 @@ def _orthogonalize_together(
 
 
 def _iterate(X: Tensor, form: Form, magnification: float, scratch: Scratch) -> Tensor:
-    """Iterates on X, which has been multiplied by ``magnification``; the result has not."""
+    """Iterates on X, which has been multiplied by ``magnification``; the result hasn't."""
     n, side = len(X), min(X.shape[-2:])
     without_kernels = form.products == "tiles" and not triton_kernels.is_used_on(X.device.type)
     products = PRODUCTS["whole" if without_kernels else form.products]

@@ -15,10 +15,10 @@ from torch import Tensor
 from .. import triton_kernels
 from ..scratch import Scratch
 
-_LEAST_ROW_NORM = 1e-6  # the least divisor of rows in equilibration: smaller rows stay smaller
-_LEAST_NORM = 1e-6  # the least divisor of a matrix in renormalization
+_LEAST_ROW_NORM = 1e-6  # the smallest divisor of rows in equilibration: smaller rows stay smaller
+_LEAST_NORM = 1e-6  # the smallest divisor of a matrix in renormalization
 # A bound on the quotient of an absolute eps and a matrix's largest magnitude. A matrix divided by
-# the bound already vanishes, and the square of more would overflow.
+# the bound already vanishes, and a larger quotient would overflow when squared.
 MOST_EPS = 1e18
 _SIDES = (-2, -1)
 
@@ -68,7 +68,7 @@ def normalize(
 ) -> None:
     """Divides each matrix by its largest magnitude, then by its size; rounds once into ``out``.
 
-    The size, factor·‖G‖_F + eps after the first division, is not finite for a matrix with Inf or
+    The size, factor·‖G‖_F + eps after the first division, isn't finite for a matrix with Inf or
     NaN. The quotient is multiplied by ``magnification``, a power of two. ``out`` may be G itself.
     """
     if is_by_kernel(G, out):

@@ -126,10 +126,10 @@ def _symmetric_blocks(
 ) -> Tensor:
     """Computes columns from the diagonal down, block by block, and copies their mirror image.
 
-    CPUs write a product in place into a part of a matrix, but not into a part of a batch, hence one
-    matrix at a time. Libraries repack the right factor: with blocks of columns, they repack each
-    part of it only once. Exact mode uses rows up to the diagonal (``by_rows``), whose last bits
-    differ, because its bits must not change.
+    CPUs write a product in place into a part of a matrix, but not into a part of a batch, so this
+    multiplies one matrix at a time. Libraries repack the right factor: with blocks of columns, they
+    repack each part of it only once. Exact mode uses rows up to the diagonal (``by_rows``), whose
+    last bits differ, because its bits must not change.
     """
     _, s, k = A.shape
     side = block_side(name, s, k)

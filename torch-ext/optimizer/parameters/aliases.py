@@ -58,10 +58,10 @@ ALIASES: dict[Any, tuple[Optional[str], str]] = {
 def suggestion(word: Any, known: Collection[str], cutoff: float = 0.7) -> Optional[str]:
     """Returns what to write instead of an unknown word, or None if nothing is known about it.
 
-    A word that contains an option, such as ``max_weight_decay``, is not taken for a typo.
+    A word that contains an option, such as ``max_weight_decay``, doesn't count as a typo.
 
     Args:
-        known: the words that are valid here.
+        known: the valid words.
         cutoff: how similar a typo must be to a valid word, from 0 to 1.
     """
     if not isinstance(word, str):

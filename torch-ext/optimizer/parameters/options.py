@@ -1,7 +1,7 @@
 """Declares every option once: its type, accepted values, and meaning.
 
-`Group` has the options of groups, `Settings` those for all groups. Their defaults are those of the
-arguments of `Muon`. Checks and messages come from these two classes, as do the tables of
+`Group` has the options of a group, `Settings` the options for all groups. The arguments of `Muon`
+give their defaults. Checks and messages come from these two classes, as do the tables of
 docs/options.md (scripts/options_page.py).
 """
 
@@ -22,7 +22,7 @@ from ..distributed import agreement, hsdp
 from ..distributed.replicas import Replicas
 from ..weight_rounding import MODES as ROUNDINGS
 
-# How parameters are read as matrices: properties of the model, which loading does not change.
+# How parameters are read as matrices: properties of the model, which loading doesn't change.
 STRUCTURE = ("expert_keys", "split", "flatten")
 
 # Keys in which torch's schedulers keep their state.
@@ -31,7 +31,7 @@ SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 EXACT_DTYPES = (torch.float32, torch.float64)
 _SCALES = ("match_rms_adamw", "original", "spectral", "none")
-MOST_STEPS = 1000  # far above any use, but not too many to run or list
+MOST_STEPS = 1000  # far more than useful, but not too many to run or list
 
 
 class Option(NamedTuple):
@@ -42,13 +42,13 @@ class Option(NamedTuple):
     meaning: str = ""  # for docs/options.md
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ValueError, with the option's name, if the option does not accept the value."""
+        """Raises ValueError, with the option's name, if the option doesn't accept the value."""
         if not self.accepts(value):
             raise ValueError(f"{name} must be {self.expected}, found {value!r}")
 
 
 class DefaultSteps(int):
-    """The default of ``ns_steps``, which differs from the same number passed by the caller."""
+    """The default of ``ns_steps``, distinguishable from the same number passed by the caller."""
 
 
 def is_number(value: Any) -> bool:
@@ -124,7 +124,7 @@ _OPTIONAL_WIRE = _optional_dtype(torch.bfloat16, torch.float32, torch.float64)
 
 
 def _option(option: Option, meaning: str) -> Any:
-    """Returns a field for an option; its default is that of the argument of `Muon`."""
+    """Returns a field for an option; the argument of `Muon` gives its default."""
     return field(metadata={"option": option._replace(meaning=meaning)})
 
 
@@ -516,7 +516,7 @@ NS_DEFAULTS = {
     "ns_renormalize": False,
 }
 
-# Arguments that are not keys of groups, and all arguments of `Muon`.
+# Arguments that aren't keys of groups, and all arguments of `Muon`.
 CONSTRUCTOR_ONLY = (*SETTINGS, *OTHER_ARGUMENTS)
 ARGUMENTS = frozenset({"params", *GROUP_OPTIONS, *CONSTRUCTOR_ONLY} - NS_DEFAULTS.keys())
 
@@ -525,7 +525,7 @@ def read_ns_options(ns_options: Any) -> dict[str, Any]:
     """Returns the group keys that ``ns_options`` sets, with defaults for the others.
 
     Raises:
-        ValueError: if ``ns_options`` is not a mapping, or a key is unknown.
+        ValueError: if ``ns_options`` isn't a mapping, or a key is unknown.
     """
     if ns_options is not None and not isinstance(ns_options, Mapping):
         raise ValueError(f"ns_options must be None or a mapping, found {ns_options!r}")

@@ -53,7 +53,7 @@ def check_not_replaced(groups: Sequence[Group]) -> None:
 def _replacement_of(param: Tensor, model: nn.Module, name: str) -> Optional[Tensor]:
     """Returns the parameter that the model now has in place of ``param``, or None.
 
-    Unsharded parameters, which FSDP2 registers temporarily, do not count.
+    Unsharded parameters, which FSDP2 registers temporarily, don't count.
     """
     path, _, attribute = name.rpartition(".")
     try:

@@ -25,8 +25,8 @@ from . import validation
 from .names import has_component, matches
 from .options import EXACT_DTYPES, STRUCTURE, Group, Settings, is_exact
 
-# After a change of these options, or of whether there is a beta2, the next step makes a new plan
-# and checks state again.
+# After a change to these options, or after ``beta2`` is turned on or off, the next step makes a new
+# plan and checks state again.
 _PLANNED = (
     *("use_muon", "capturable", "adjust_lr", "momentum_dtype", *STRUCTURE),
     "weight_rounding",
@@ -244,7 +244,7 @@ def matrices_of(group: Group, index: int) -> Matrices:
     """Returns how a parameter of a Muon group is read as matrices.
 
     Raises:
-        ValueError: if it is not a matrix, or if options need names and there are none.
+        ValueError: if it isn't a matrix, or if options need names and there are none.
     """
     shape, names = group.params[index].shape, group.names
     by_pattern = isinstance(group.split, Mapping)

@@ -36,7 +36,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """Returns the constructor's ``params`` as a list of dicts.
 
     Raises:
-        ValueError: if ``params`` are tensors, (name, tensor) pairs or a single dict.
+        ValueError: if ``params`` are tensors, (name, tensor) pairs, or a single dict.
     """
     if isinstance(params, Iterable) and not isinstance(params, (Tensor, dict)):
         groups = list(params)
@@ -299,7 +299,7 @@ def check_gradients(group: Group) -> None:
 
 
 def _refuse_gradient(group: Group, index: int) -> None:
-    """Raises ValueError if a gradient does not fit; passes false alarms of the quick check."""
+    """Raises ValueError if a gradient doesn't fit; ignores false alarms of the quick check."""
     param, name = group.params[index], group.name_of(index)
     grad = param.grad
     if dtensors.lacks_memory(param) and param.requires_grad:
@@ -320,7 +320,7 @@ def _refuse_gradient(group: Group, index: int) -> None:
             "p.grad.redistribute(p.device_mesh, p.placements). "
             "FSDP2 around tensor parallelism does it by itself"
         )
-        if dtensors.unusual_shard_order(grad) is not None:  # redistribute would not change it
+        if dtensors.unusual_shard_order(grad) is not None:  # redistribute wouldn't change it
             write = "distribute_tensor(p.grad.full_tensor(), p.device_mesh, p.placements)"
         raise ValueError(
             f"{name} is {dtensors.describe(param)} but its gradient {dtensors.describe(grad)}; "

@@ -30,7 +30,7 @@ class Clipping:
     Args:
         packed_logits: all layers with their logits: this rank's before `reduce`, then the maxima.
         notes: lines that ranks compare, by the ranks that share the layers.
-        counter: counts this step's clipped logits; None if the step does not count.
+        counter: counts this step's clipped logits; None if the step doesn't count.
     """
 
     packed_logits: Sequence[tuple[PackedLayers, Tensor]]
@@ -58,12 +58,12 @@ class Clipping:
 
     def scale(self, param: Tensor) -> Optional[Tensor]:
         """The factors on this rank's rows of a parameter, in a shape that broadcasts to them; None
-        if the parameter is no projection."""
+        if it isn't a projection."""
         return self._scales.get(id(param))
 
     def finish(self) -> None:
         """Waits for the maxima, and counts the logits that the step clipped."""
-        _ = self._scales  # a rank without rows of projections has not waited for the maxima
+        _ = self._scales  # a rank without rows of projections hasn't waited for the maxima
         if self.counter is not None:
             self.counter.count(self.packed_logits)
 
@@ -73,7 +73,7 @@ class QKClip:
 
     Attributes:
         config: None if QK-Clip is off.
-        recorder: records logits in the forward, for steps that get no other logits.
+        recorder: records logits in the forward pass, for steps that get no other logits.
         next_logits: logits for the next step.
     """
 
@@ -99,7 +99,7 @@ class QKClip:
         """Finds the layers of the groups; layers that QK-Clip skips have no projections.
 
         Raises:
-            ValueError: a group has no names, or a configuration does not fit a projection.
+            ValueError: a group has no names, or a configuration doesn't fit a projection.
         """
         return [] if self.config is None else find_layers(groups, self.config)
 
@@ -169,7 +169,7 @@ class QKClip:
             self._warned_of_none = _warn_of_none(logits)
         if logits is None:
             return None
-        is_recorded = given is None  # may include layers that this optimizer does not train
+        is_recorded = given is None  # may include layers that this optimizer doesn't train
         only_with_gradient = is_dry and qk_logits is None
         is_new = survey is not self._survey
         if is_new:
@@ -253,7 +253,7 @@ class QKClip:
 
 
 def _warn_of_none(logits: Optional[Logits]) -> bool:
-    """Warns of a step without logits; returns True if it did."""
+    """Warns about a step without logits; returns True if it did."""
     if logits is None:
         problem = (
             "step() got no qk_logits, so nothing is clipped: pass them, call set_qk_logits() "
@@ -271,7 +271,7 @@ def _warn_of_none(logits: Optional[Logits]) -> bool:
 
 
 def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
-    """Warns of attention that was recorded and is trained, but has no known projections."""
+    """Warns about attention that was recorded and is trained, but has no known projections."""
     names = [normalize_name(name) for group in groups for name in group.names or ()]
     trained = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
     if trained:

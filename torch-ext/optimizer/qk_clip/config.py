@@ -54,7 +54,7 @@ LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
 class LayerConfig:
     """How the attention logits of one layer are bounded."""
 
-    threshold: float  # the largest logit that is not clipped
+    threshold: float  # the largest logit that isn't clipped
     plain_dim: int  # rows of a query head without rotation, which are also the rows of a key head
     rotated_dim: int  # rows of a query head with rotation, in latent attention
     value_dim: Optional[int]  # rows of values in latent attention; None in other attention
@@ -67,12 +67,12 @@ class LayerConfig:
     row_map: Mapping[str, str]
 
 
-# By a layer's number or the beginning of its name; None stands for all layers without such a key.
+# By a layer's number or the beginning of its name; None stands for all layers without a key.
 ClipConfig = Mapping[Optional[LayerKey], Optional[LayerConfig]]
 
 
 def read_config(clip_config: Any) -> ClipConfig:
-    """Reads ``clip_config``: options of all layers, or a mapping from layers to options or None.
+    """Reads ``clip_config``: options for all layers, or a mapping from layers to options or None.
 
     Raises:
         ValueError: an option is unknown, missing or wrong.

@@ -99,7 +99,7 @@ def match_logits(
     missing = [layer for layer in layers if layer.projections and layer.key not in matched]
     if missing:
         remedy = ""
-        if unknown:  # for example, the recorder's module is not the model
+        if unknown:  # for example, the recorder's module isn't the model
             found = f"The recorder has {quote(unknown)}, not {quote([la.prefix for la in missing])}"
             remedy = f". {found}: make it from the same module"
         raise ValueError(
@@ -129,7 +129,7 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> list[Layer]:
     """Finds the layers of all groups. Their keys are numbers if these are unique, else prefixes.
 
     Raises:
-        ValueError: a group has no names, a configuration does not fit a projection, or two
+        ValueError: a group has no names, a configuration doesn't fit a projection, or two
             parameters have the same role in one layer.
     """
     row_maps = (layer_config.row_map for layer_config in config.values() if layer_config)
@@ -140,7 +140,7 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> list[Layer]:
     for (prefix, projections), number in zip(attentions.items(), numbers):
         layer = Layer(number if are_keys else prefix, prefix, number)  # type: ignore[arg-type]
         keys = filter(layer.is_named, config)
-        # If several keys name a layer, its number counts, or else the longest key.
+        # If several keys name a layer, its number takes precedence, then the longest key.
         key = max(keys, key=lambda key: (not isinstance(key, str), len(str(key))), default=None)
         if isinstance(key, int) and numbers.count(key) > 1:
             raise ValueError(

@@ -1,9 +1,9 @@
 """Computes the scales of all heads from the largest logits, in one computation on the device.
 
 For a logit m above the threshold, γ = threshold/m (Kimi Team 2025, arXiv:2507.20534, algorithm 1).
-Query and key rows of its head are multiplied by sqrt(γ). In multi-head latent attention this holds
-for rows without rotation; rotated query rows are multiplied by γ, and the rotated key, which all
-heads share, stays. Shapes don't depend on values, so the host never waits.
+Query and key rows of its head are multiplied by sqrt(γ). In multi-head latent attention, this
+applies to rows without rotation; rotated query rows are multiplied by γ, and the rotated key, which
+all heads share, stays. Shapes don't depend on values, so the host never waits.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class PackedLayers:
         return rows.view(shape[:dims])[regions.slices(region[:dims])]
 
     def read_logits(self, by_layer: Mapping[LayerKey, Any]) -> Tensor:
-        """The logits of all layers, (n,); −inf for logits that this rank does not have.
+        """The logits of all layers, (n,); −inf for logits that this rank doesn't have.
 
         Raises:
-            ValueError: logits are not one number per head, are on another device, or are a DTensor
+            ValueError: logits aren't one number per head, are on another device, or are a DTensor
                 whose maximum can't be taken over the ranks that share the weights.
         """
         parts = (self._layer_logits(by_layer[layer.key], layer) for layer in self.layers)
@@ -109,7 +109,7 @@ class PackedLayers:
 
     def _layer_logits(self, value: Any, layer: Layer) -> Tensor:
         where = f"qk_logits of layer {layer.key!r}"
-        if value is None:  # this rank has not run the layer's attention
+        if value is None:  # this rank hasn't run the layer's attention
             return torch.full((layer.logits,), -math.inf, dtype=self.dtype)
         if not isinstance(value, Tensor):
             try:
@@ -163,7 +163,7 @@ def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
     """Takes the maximum of all layers' logits over ranks, in one collective.
 
     `Muon` itself takes the maximum over the ranks that share the weights. Use this function for
-    weights that `Muon` does not know to be shared, or to use the logits elsewhere.
+    weights that `Muon` doesn't know to be shared, or to use the logits elsewhere.
 
     Args:
         logits: maps each layer to a vector (n,) of logits, all on one device; every rank has the

@@ -53,10 +53,10 @@ _SECOND_QUERIES = ("q_b_proj", "wq_b")
 def projection_head(
     model: nn.Module, info: ParamInfo, weight: str, rows: int, ndim: int = 2
 ) -> Optional[int]:
-    """Returns the rows of one head of a projection, or 0 if unknown; None if it is no projection.
+    """Returns the rows of one head of a projection, or 0 if unknown; None if it isn't a projection.
 
     Args:
-        weight: the weight's name, as of `fused`.
+        weight: the weight's name, as in `fused`.
         rows: the total number of outputs.
         ndim: the weight's number of dimensions; with more than two, the order of heads is unknown.
     """
@@ -97,12 +97,12 @@ def _sizes(
     dim: Optional[int],
     value_dim: Optional[int],
 ) -> dict[str, int]:
-    """Returns the rows of one head of queries, keys and values; empty if sizes do not fit the rows.
+    """Returns the rows of one head of queries, keys and values; empty if sizes don't fit the rows.
 
     Heads of queries and keys have the same size, and there are as many of keys as of values.
     """
     q, k, v = (outputs.get(kind, 0) for kind in "qkv")
-    if dim is None:  # queries may include gates, so dim is not the key size if key_heads is unknown
+    if dim is None:  # queries may include gates, so dim isn't the key size if key_heads is unknown
         dim = q // heads if heads and q % heads == 0 else 0
         key_heads = key_heads or (heads if k == q else None)
         k, v = (k, v) if key_heads else (0, 0)
@@ -164,10 +164,10 @@ def is_wrapped(info: ParamInfo) -> bool:
 
 
 def heads_of(info: ParamInfo, rows: int, queries: Optional[int] = None) -> Optional[int]:
-    """Returns the number of heads in so many rows of keys or values, from the attention's sizes.
+    """Returns the number of heads in these rows of keys or values, from the attention's sizes.
 
     Args:
-        queries: rows of the queries; None means those of the projection next to the parameter.
+        queries: rows of the queries; None means the rows of the projection next to the parameter.
     """
     attention = attention_of(info)
     size = size_in(attention, HEAD_DIM)

@@ -75,7 +75,7 @@ def default_is_muon(
     """True if Muon should train a parameter, judged by its shape and name.
 
     Muon gets matrices, and tensors with more dimensions if ``expert_keys`` names them (their
-    leading dimensions count experts). It does not get embeddings, output heads, biases, complex
+    leading dimensions count experts). It doesn't get embeddings, output heads, biases, complex
     parameters, parameters known not to be linear maps (Mamba's A_log), or convolutions. Some heads
     have the same name as hidden layers; `get_default_muon_param_groups` looks at the model's
     modules to tell them apart.
@@ -134,10 +134,10 @@ def decide(
     """Decides for `get_default_muon_param_groups` which algorithm trains each parameter.
 
     The default rule also looks at the modules: in a stack of layers that is named a head, only the
-    last matrix is one, and names of some heads and embeddings do not show what they are.
+    last matrix is one, and names of some heads and embeddings don't show what they are.
 
     Raises:
-        ValueError: if ``model`` is not a module, or has parameters without a shape or that FSDP2
+        ValueError: if ``model`` isn't a module, or has parameters without a shape or that FSDP2
             has temporarily gathered.
     """
     if not callable(is_muon_func):
@@ -148,7 +148,7 @@ def decide(
     embeddings: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            for param in module.parameters():  # including those of its parametrizations
+            for param in module.parameters():  # including its parametrizations'
                 embeddings.setdefault(id(param), state_dict_key(path))
     decisions, unsharded = [], unsharded_ids(model)
     params = dict(model.named_parameters())
@@ -179,7 +179,7 @@ def decide(
             decision = "Muon" if is_muon_func(*arguments) else "AdamW", BY_FUNCTION
         decisions.append(Decision(name, key, param, *decision))
     infos = infos_of(model)
-    if is_muon_func is default_is_muon:  # modules show what is a head and what is not
+    if is_muon_func is default_is_muon:  # modules show what is a head and what isn't
         decisions = changed(decisions, "AdamW", _no_experts(infos, decisions))
         named = [d for d in decisions if d.reason.startswith(BY_NAME)]
         hidden = hidden_layers(infos, named, decisions)
@@ -194,7 +194,7 @@ def decide(
 
 
 def _no_experts(infos: ParamInfos, decisions: Sequence[Decision]) -> dict[str, str]:
-    """Returns reasons, by name, why experts' parameters are no stacked matrices.
+    """Returns reasons, by name, why experts' parameters aren't stacked matrices.
 
     They are convolutions, or vectors of all experts next to stacks of the same length.
     """
@@ -267,7 +267,7 @@ def as_keys(keys: ExpertKeys) -> Optional[Sequence[str]]:
 def unmatched_keys(
     decisions: Sequence[Decision], expert_keys: Optional[Sequence[str]]
 ) -> list[str]:
-    """Returns the keys that are not a component of any name."""
+    """Returns the keys that aren't a component of any name."""
     return [
         key for key in expert_keys or () if not any(has_component(d.key, [key]) for d in decisions)
     ]

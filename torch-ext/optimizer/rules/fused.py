@@ -1,7 +1,7 @@
 """Finds weights that hold several matrices in one tensor, such as QKV, and where each one is.
 
 A weight's name shows that it is fused. The order of its rows follows from the class, or else from
-convention: Q, K and V one below the other. Sizes come from the config, the modules or the shape,
+convention: Q, K, and V one below the other. Sizes come from the config, the modules or the shape,
 and count only if they add up to the rows. `attention` finds the heads.
 """
 
@@ -41,10 +41,10 @@ from .modules import (
     size_in,
 )
 
-# Weights whose rows are ordered by key head in any module, and classes in which all weights' are.
+# Weights whose rows are ordered by key head in any module, and classes in which all weights are.
 _BY_HEAD = {"query_key_value", "linear_qkv"}
 _BY_HEAD_CLASSES = ("MiniMax", "InternLM2")
-_CODEGEN_SHARDS = 4  # CodeGen's rows come from so many devices, each with Q, V and K
+_CODEGEN_SHARDS = 4  # CodeGen's rows come from this many devices, each with Q, V, and K
 # Queries, keys and values.
 _QKV = {"qkv", "qkv_proj", "qkv_linear", "to_qkv", "in_proj_qkv", "c_attn", "wqkv", "Wqkv"}
 _QKV |= _BY_HEAD
@@ -272,7 +272,7 @@ def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
 def _listed(
     rows: int, info: ParamInfo, size_of: SizeOf, weight: str, classes: str
 ) -> tuple[bool, Optional[Fused]]:
-    """Returns True if `_LAYOUTS` lists the weight with so many rows, and what it holds."""
+    """Returns True if `_LAYOUTS` lists the weight with this many rows, and what it holds."""
     # Modules come first, as their sizes may differ from the config's. If a module's sizes are per
     # rank, they don't fit.
     own = functools.partial(size_in, attention_of(info))
@@ -330,7 +330,7 @@ def _weight_name(info: ParamInfo) -> str:
 def _qkv(
     info: ParamInfo, size_of: SizeOf, weight: str, rows: int, cols: int, classes: str
 ) -> Fused:
-    """Returns how Q, K and V make up so many rows: one below the other, or by key head."""
+    """Returns how Q, K, and V make up the rows: one below the other, or by key head."""
     own_of, own_heads = functools.partial(own_size, info), own_size(info, HEADS)
     if own_heads not in (None, size_of(HEADS)):  # the config is for other attentions
         size_of = own_of
@@ -379,7 +379,7 @@ def _classes(module: nn.Module) -> str:
 
 
 def _is_taken(info: ParamInfo, size: float) -> bool:
-    """Returns True if a linear layer next to the parameter's has so many inputs."""
+    """Returns True if a linear layer next to the parameter's has this many inputs."""
     beside = info.above[0].children() if info.above else ()
     return any(isinstance(layer, nn.Linear) and layer.weight.shape[1] == size for layer in beside)
 

@@ -1,4 +1,4 @@
-"""Makes parameter groups for a model: the default groups, and those of `Muon.for_model`."""
+"""Makes parameter groups for a model: the default groups, and the groups of `Muon.for_model`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def get_default_muon_param_groups(
             config. Projections whose head size is unknown stay whole, with one warning.
 
     Raises:
-        ValueError: ``model`` is not a module, or FSDP1 has flattened its parameters.
+        ValueError: ``model`` isn't a module, or FSDP1 has flattened its parameters.
 
     Returns:
         Two groups, with ``use_muon`` True and False, either of which may be empty. Each has

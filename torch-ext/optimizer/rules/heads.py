@@ -1,4 +1,4 @@
-"""Detects embeddings and heads that names do not show, and layers that are heads only by name.
+"""Detects embeddings and heads that names don't show, and layers that are heads only by name.
 
 The evidence is a dimension equal to a vocabulary's size, or a last linear layer that makes
 predictions.
@@ -37,13 +37,13 @@ _HEAD_STACK = re.compile(
 )
 POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables without a vocabulary
 _FEW = 16  # hidden layers have more outputs than this
-LARGE = 1000  # a side at least this long, and over 8 × the other side, is no hidden size
+LARGE = 1000  # a side at least this long, and over 8 × the other side, isn't a hidden size
 
 
 def hidden_layers(
     infos: ParamInfos, named: Sequence[Decision], decisions: Sequence[Decision]
 ) -> set[str]:
-    """Returns names of matrices that are no heads although a component of their name says so.
+    """Returns names of matrices that aren't heads although a component of their name says so.
 
     In an ``nn.Sequential``, only the last matrix is a head. In lists of layers, RWKV's
     ``attention.output`` and ProphetNet's ``feed_forward.output`` feed the next layer, and LongCat's
@@ -119,7 +119,7 @@ def unnamed_heads(
 
 
 def _is_last_of_diffusion(info: ParamInfo) -> bool:
-    """Returns True for the ``proj_out`` next to a list of blocks, not for that of a perceptron."""
+    """Returns True for the ``proj_out`` next to a list of blocks, but not in a perceptron."""
     if not (info.path and _LAST_OF_DIFFUSION.fullmatch(info.path[-1])) or _is_in_a_layer(info):
         return False
     around = info.around[0].children() if info.around else ()
@@ -164,9 +164,9 @@ def _is_of_one_pixel(module: nn.Module) -> bool:
 
 
 def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
-    """Returns True if a matrix is not square and no hidden layer or tied head can use its outputs.
+    """Returns True if a matrix isn't square and no hidden layer or tied head can use its outputs.
 
-    Input layers do not count: their inputs may have the head's width, as with channels or bytes.
+    Input layers don't count: their inputs may have the head's width, as with channels or bytes.
     """
     if decision.param.ndim != 2 or decision.param.shape[0] == decision.param.shape[1]:
         return False
@@ -187,7 +187,7 @@ def possible_heads(
     """Returns Muon's matrices that may be heads: outside of layers, with outputs nothing uses.
 
     These are the last matrix, matrices of other towers with as many outputs, and those with "out"
-    in their name. Matrices with ``projection_dim`` outputs are not: CLIP's towers compare these.
+    in their name. Matrices with ``projection_dim`` outputs aren't: CLIP's towers compare these.
     """
     last = last_matrix(model)
     may_be = []
@@ -244,7 +244,7 @@ def _is_hidden_size(
 def _is_in_a_layer(info: ParamInfo) -> bool:
     """Returns True if the parameter is in a list of layers.
 
-    An ``nn.Sequential`` that makes up the whole model does not count.
+    An ``nn.Sequential`` that makes up the whole model doesn't count.
     """
     indices = sum(component.isdigit() for component in info.path)
     is_direct = len(info.around) > 0 and _is_sequential(info.around[0])

@@ -41,7 +41,7 @@ def read_states(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any
         keys, or under ids that no group lists.
 
     Raises:
-        ValueError: groups or state have another form than torch.optim's, or an id appears twice.
+        ValueError: groups or state don't have torch.optim's form, or an id appears twice.
     """
     saved_states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(saved_states, Mapping):
@@ -148,7 +148,7 @@ def check_and_divide(
     others: Mapping[Any, Any],
     settings: Settings,
 ) -> dict[Tensor, dict[str, Any]]:
-    """Checks what torch does not check in a checkpoint; divides its state like the optimizer's.
+    """Checks what torch doesn't check in a checkpoint; divides its state like the optimizer's.
 
     Args:
         groups, entries_of_groups, settings: the optimizer's.
@@ -194,7 +194,7 @@ def _check_group(group: Group, saved: Group) -> None:
 
 
 def _divide(saved_state: dict[str, Any], specs: Mapping[str, Spec], param: Tensor) -> None:
-    """Replaces whole tensors by this rank's part if the optimizer has a DTensor there.
+    """Replaces whole tensors with this rank's part if the optimizer has a DTensor there.
 
     These are state that replicas divide, and second moments: torch.distributed.checkpoint leaves
     second moments whole when it loads them into an optimizer without any. Residuals become
@@ -246,7 +246,7 @@ def _check_keys(
         )
     if "weight_residual" in present and "weight_residual" not in needed:
         remedy = "load the result of exact_weights() into the model, and remove the residual"
-        if dtype == torch.bfloat16:  # a load in place kept a residual that the file does not have
+        if dtype == torch.bfloat16:  # a load in place kept a residual that the file doesn't have
             remedy = "load into an optimizer without the option, then set it in param_groups"
         raise ValueError(
             f"{name} is {dtype}, and its group in the checkpoint has weight_rounding="
@@ -308,11 +308,11 @@ def place_tensors(
 
     Args:
         state: the optimizer's state, with the entries that torch has loaded.
-        saved_states: the checkpoint's state, by parameter. Emptied on the way, so that at most one
-            tensor is in memory twice.
+        saved_states: the checkpoint's state, by parameter. Emptied as it is read, so that at most
+            one tensor is in memory twice.
         offload: knows where state lives.
-        kept: ids of the optimizer's own tensors. These are used again, so that loads in place, as
-            by torch.distributed.checkpoint, need no extra memory.
+        kept: ids of the optimizer's own tensors. These are reused, so that loads in place, as in
+            torch.distributed.checkpoint, need no extra memory.
     """
     for param in [*saved_states]:
         saved = saved_states.pop(param)

@@ -20,7 +20,7 @@ class Integrity:
     def __init__(self) -> None:
         # VOID after `discard`, PARTIAL after a failed step, _BROKEN after a failed load.
         self._status = WHOLE
-        self._cause = ""  # for messages: why the status is not WHOLE
+        self._cause = ""  # for messages: why the status isn't WHOLE
         self._has_parted = False  # True if a failed step may have left ranks in different states
 
     def __reduce__(self) -> tuple:

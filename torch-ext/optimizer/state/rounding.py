@@ -26,7 +26,7 @@ class Rounding:
     example because a model was loaded, the residual is ignored. Version counters show such changes,
     except changes through ``.data``, by collectives, or of DTensors by ``_foreach`` functions.
     Counters are compared only from one step to the next, so that model and optimizer may be loaded
-    in any order. A copy's parameters have their own counters, which count from the copy on.
+    in any order. A copy's parameters have their own counters, which start with the copy.
 
     Args:
         offload: knows where residuals live.

@@ -135,7 +135,7 @@ def check_state(
 def check_tensors(
     param_state: Mapping[str, Any], specs: Mapping[str, Spec], source: str, name: str
 ) -> None:
-    """Checks one parameter's state tensors: kind of numbers, shape, mesh and placements.
+    """Checks one parameter's state tensors: kind of numbers, shape, mesh, and placements.
 
     Messages say where the state is (``source``) and which parameter it belongs to (``name``).
     """

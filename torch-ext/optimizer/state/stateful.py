@@ -78,7 +78,7 @@ class Stateful(torch.optim.Optimizer):
     def names(self) -> list[Optional[list[str]]]:
         """For each group, the names of its parameters, in order, or None.
 
-        Names are not keys of the groups, because torch.distributed.checkpoint would then require
+        Names aren't keys of the groups, because torch.distributed.checkpoint would then require
         them in checkpoints.
         """
         return [view.names for view in self._read_groups()]
@@ -86,7 +86,7 @@ class Stateful(torch.optim.Optimizer):
     def _read_groups(self) -> list[Group]:
         """Views of all groups as they are now; most of the package reads only these.
 
-        Reads names that were set on a group since the last call first.
+        First reads names that were set on a group since the last call.
         """
         if len(self._names) != len(self.param_groups):
             raise ValueError(
@@ -116,10 +116,10 @@ class Stateful(torch.optim.Optimizer):
 
     @property
     def is_broken(self) -> bool:
-        """True if weights and state do not belong together.
+        """True if weights and state don't belong to the same step.
 
-        This is so after a `step` or a load failed partway, or after `discard_state`.
-        `load_state_dict` repairs it; so does `accept_partial_step`, after a step.
+        This is the case after a `step` or a load failed partway, or after `discard_state`. To
+        recover, call `load_state_dict` or, after a step, `accept_partial_step`.
         """
         return self._integrity.is_broken()
 
@@ -131,7 +131,7 @@ class Stateful(torch.optim.Optimizer):
         """Returns a state dict as torch.optim does, after creating missing state.
 
         If ``process_group`` divides state among replicas, it has only this rank's rows. Dtypes
-        among the options are saved as strings, because torch.distributed.checkpoint does not accept
+        among the options are saved as strings, because torch.distributed.checkpoint doesn't accept
         dtypes in full state dicts.
 
         Raises:
@@ -199,12 +199,12 @@ class Stateful(torch.optim.Optimizer):
     def load_exact_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Sets weights and their residuals from fp32 weights, as `exact_weights` returns them.
 
-        Some of the weights are enough. Name components that wrappers add are ignored. Call this
-        after `load_state_dict`, which replaces the residuals.
+        ``weights`` may contain only some of them. Name components that wrappers add are ignored.
+        Call this after `load_state_dict`, which replaces the residuals.
 
         Raises:
-            ValueError: a name has no residual here or fits several parameters, two names mean one
-                parameter, or a tensor does not fit. Nothing was loaded.
+            ValueError: a name has no residual here or matches several parameters, two names match
+                one parameter, or a tensor doesn't fit. Nothing was loaded.
         """
         params, values = self._params_with_residuals(), {}
         find = find_name(name for group in self._read_groups() for name in group.names or ())
@@ -233,13 +233,13 @@ class Stateful(torch.optim.Optimizer):
         ``flatten``, which say how parameters are read as matrices, stay as constructed.
 
         Raises:
-            ValueError: the checkpoint does not fit; nothing was loaded.
+            ValueError: the checkpoint doesn't fit; nothing was loaded.
             RuntimeError: loading failed partway and has to be repeated.
         """
         checkpoints.check_type(state_dict)
         loaded: dict[Tensor, dict[str, Any]] = {}
-        own: set[int] = set()  # ids of tensors that are used again
-        before = id(self.state)  # torch puts another mapping in its place once all checks passed
+        own: set[int] = set()  # ids of tensors to reuse
+        before = id(self.state)  # torch replaces it once all checks have passed
 
         # An interrupt may leave hooks of an earlier load registered; these must do nothing.
         this_load = self._load = object()
@@ -275,8 +275,8 @@ class Stateful(torch.optim.Optimizer):
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ]
-        # Tensors that are made in inference mode can't be changed outside of it. The context that
-        # turns it off would also turn gradients on, so the previous mode is restored.
+        # Tensors created in inference mode can't be changed outside it. The context that turns it
+        # off would also turn gradients on, so the previous mode is restored.
         enabled = torch.is_grad_enabled()
         try:
             with (
@@ -330,7 +330,7 @@ class Stateful(torch.optim.Optimizer):
             states: a state dict, as ``torch.load(path, weights_only=True)`` returns it; a list of
                 the state dicts of all ranks, in order; or, from two optimizers, a mapping
                 ``{"muon": …, "adamw": …}``, where None means that these parameters start with fresh
-                state. Pass all of it on every rank: each rank keeps its part, without
+                state. Pass all state on every rank: each rank keeps its part, without
                 communication.
             kind: the optimizer that wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``,
                 ``"motif"``, ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or
@@ -339,11 +339,11 @@ class Stateful(torch.optim.Optimizer):
                 which the other optimizer received them. Needed if names and the preset's groups do
                 not show which parameter is which.
             hyperparameters: True also loads the hyperparameters that both optimizers have and the
-                keys that schedulers keep, but no options of orthogonalization or scale. False keeps
-                this optimizer's.
+                keys that schedulers keep, but not the options of orthogonalization or scale. False
+                keeps this optimizer's.
 
         Raises:
-            ValueError: something does not fit. The message names the parameter; nothing was loaded.
+            ValueError: something doesn't fit. The message names the parameter; nothing was loaded.
         """
         groups = self._read_groups()
         survey = self._take_survey(groups)
@@ -391,7 +391,7 @@ class Stateful(torch.optim.Optimizer):
     def discard_state(self) -> None:
         """Sets all state to zeros, for torch.distributed.checkpoint to load into.
 
-        After a `step` that failed partway, `state_dict` raises so that broken state is not saved.
+        After a `step` that failed partway, `state_dict` raises so that broken state isn't saved.
         After ``discard_state()`` it returns zeros, and `step` raises until `load_state_dict` has
         been called. Call this on all ranks.
         """
@@ -424,7 +424,7 @@ class Stateful(torch.optim.Optimizer):
         self._registration = agreement.Registration(self._sets)
 
     @through_wrappers
-    @torch.inference_mode(False)  # else the memory made here could not be changed later
+    @torch.inference_mode(False)  # else the memory made here couldn't be changed later
     @torch.no_grad()
     def turn_on_cpu_offload(
         self, *, slot_bytes: Optional[int] = None, backend: Optional[Backend] = None
@@ -443,7 +443,7 @@ class Stateful(torch.optim.Optimizer):
                 can try offload on a CPU.
 
         Raises:
-            ValueError: ``slot_bytes`` is less than 1, or ``backend`` is not a backend. Nothing was
+            ValueError: ``slot_bytes`` is less than 1, or ``backend`` isn't a backend. Nothing was
                 changed.
         """
         params = ((p, g["use_muon"]) for g in self.param_groups for p in g["params"])
@@ -451,7 +451,7 @@ class Stateful(torch.optim.Optimizer):
         self._forget_tensors()
 
     @through_wrappers
-    @torch.inference_mode(False)  # else the memory made here could not be changed later
+    @torch.inference_mode(False)  # else the memory made here couldn't be changed later
     @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
         """Moves all state back to the device of its parameters and turns CPU offload off."""

@@ -71,7 +71,7 @@ class StateStore:
                     self._zeros[value] = dtensors.raw_local(value)._version
 
     def unwritten_zeros(self) -> list[Tensor]:
-        """The zeros in state dicts that have not been written since."""
+        """The zeros in state dicts that haven't been written since."""
         zeros = self._zeros.items()
         return [value for value, version in zeros if dtensors.raw_local(value)._version == version]
 
@@ -84,7 +84,7 @@ class StateStore:
                     del own[key]
         self._zeros.clear()
 
-    @torch.inference_mode(False)  # state made under it could not be changed outside of it
+    @torch.inference_mode(False)  # state made under it couldn't be changed outside of it
     @torch.no_grad()
     def create_missing(
         self,

@@ -39,7 +39,7 @@ class Step:
         bound: the last step's `Bound`, reused if it still fits.
         audit: records what the step does; None without an audit.
         progress: how far the step has come.
-        only_creates: True if the step only creates state, and does not count as a step of AdamW.
+        only_creates: True if the step only creates state, and doesn't count as a step of AdamW.
 
     Attributes:
         params: Muon's parameters, in the order of the plan's entries.
@@ -171,7 +171,7 @@ class Step:
     # -- gradients -----------------------------------------------------------------------------
 
     def _take_local_gradients(self, bound: Bound) -> None:
-        """Collects the gradients of entries that replicas do not average."""
+        """Collects the gradients of entries that replicas don't average."""
         self._grads = dtensors.raw_locals([param.grad for param in self.params])
         divided = set[int]()
         if self.settings.zero2_replicas is not None:

@@ -2,7 +2,7 @@
 
 A scaler divides gradients by its scale, looks for Inf and NaN in them, and calls ``step()`` if it
 finds none. It reduces its finding over the ranks that hold parts of the first gradient. If these
-are not all ranks that step together, some ranks would call ``step()`` and wait for the others. In
+aren't all ranks that step together, some ranks would call ``step()`` and wait for the others. In
 this case the optimizer has ``_step_supports_amp_scaling``, with which the scaler always calls
 ``step()``, with gradients that are still scaled, unless the caller has unscaled them. During the
 call the scaler sets two attributes of the optimizer, ``found_inf`` and ``grad_scale``.
@@ -25,7 +25,7 @@ from .progress import Progress
 
 
 def scaler_agrees(params: Sequence[Tensor], settings: Settings) -> bool:
-    """True if a scaler finds the same on all ranks that step together.
+    """True if a scaler finds the same result on all ranks that step together.
 
     For each device and dtype, a scaler reduces its finding over the ranks that the first gradient
     is sharded over. That suffices if these are all ranks, or if all gradients are sharded over
@@ -54,7 +54,7 @@ def scaler_agrees(params: Sequence[Tensor], settings: Settings) -> bool:
 
 
 class Scaling:
-    """A scaler's verdict and scale for one step, if the scaler calls every step.
+    """A scaler's verdict and scale for one step, if the scaler leaves skipping to the step.
 
     As a context manager it removes the attributes that the scaler set if the step raises. Otherwise
     the scaler would multiply its next scale into the old one, and a later step without a scaler

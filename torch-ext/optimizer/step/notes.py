@@ -25,14 +25,15 @@ def take_notes(
 ) -> dict[Ranks, StepNotes]:
     """Writes down what must be equal on each set of ranks.
 
-    Ranks of a mesh must agree on the parameters on it, ranks that hold parts or replicas of the
-    same matrices on which of these have gradients, and ranks of a lane on what they exchange.
+    Ranks of a mesh must agree on the parameters on it. Ranks that hold parts or replicas of the
+    same matrices must agree on which of these have gradients, and ranks of a lane on what they
+    exchange.
 
     Args:
         step: this step.
         survey: the survey of its parameters.
         registration: gives this optimizer's number among those that a set of ranks shares.
-        steps: number of steps the optimizer has made.
+        steps: number of steps that the optimizer has taken.
     """
     groups, plan, settings = step.groups, step.plan, step.settings
     clip_lines = step.clipping.notes if step.clipping else {}
@@ -76,7 +77,7 @@ def take_notes(
 def replica_difference(
     step: Step, names: Sequence[Sequence[str]], state: Mapping[Any, Mapping[str, Any]]
 ) -> Optional[str]:
-    """Describes how replicas differ: in weights, in gradients that the step does not average, or
+    """Describes how replicas differ: in weights, in gradients that the step doesn't average, or
     because two of them have the same part of divided state. None if all is well."""
     replicas = step.settings.replicas
     if replicas is None:
@@ -111,8 +112,8 @@ def _value_text(value: Any) -> str:
 def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -> list[Ranks]:
     """The sets of ranks that must all take part in an entry, because this rank does.
 
-    Unless replicas average gradients, ranks that hold the same part must all have a gradient, or
-    none: among them a missing gradient counts as absent, even with ``missing_grad="zero"``.
+    Unless replicas average gradients, either all ranks that hold the same part have a gradient, or
+    none has: among them, a missing gradient counts as absent, even with ``missing_grad="zero"``.
     Otherwise replicas would diverge, or a matrix would mix a gradient with zeros.
     """
     holders = entry.holders(rank)
@@ -126,7 +127,8 @@ def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -
 
 
 def _adamw_replicas(param: Tensor, group: Group, rank: int, settings: Settings) -> Ranks:
-    """The ranks that hold the same part of AdamW's parameter as this rank, and must update it, too.
+    """The ranks that hold the same part of an AdamW parameter as this rank, and must update it,
+    too.
 
     Empty if this rank takes no part. If every rank applies its own gradient, a gradient missing on
     this rank counts as absent: zeros on only some ranks would make replicas diverge.

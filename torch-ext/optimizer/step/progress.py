@@ -27,7 +27,7 @@ class Progress:
         self.is_running = self.has_written = self.has_exchanged = False
 
     def may_have_written(self, error: BaseException) -> bool:
-        """True if an error may leave parts of this rank, or other ranks, a step ahead."""
+        """True if, after an error, some parameters or other ranks may be a step ahead."""
         is_interrupt = self.is_running and not isinstance(error, Exception)
         return is_interrupt or self.has_written or self._agreement.others_may_step
 

@@ -24,7 +24,7 @@ _is_enabled = ContextVar("_is_enabled", default=True)
 
 
 def is_used_on(device_type: str) -> bool:
-    """Returns True if kernels are used on that type of device; does not query a device."""
+    """Returns True if kernels are used on that type of device; doesn't query a device."""
     return device_type in DEVICE_TYPES and _is_enabled.get() and is_installed()
 
 

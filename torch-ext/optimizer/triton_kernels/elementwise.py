@@ -564,7 +564,7 @@ def _random_16_bits(counter):
 
 @triton.jit
 def _chosen(values, firsts):
-    """Picks the value of this program's item, the last one whose first program is not later."""
+    """Picks the value of this program's item, the last one whose first program isn't later."""
     value = values[0]
     for number in tl.static_range(1, len(values)):
         value = tl.where(tl.program_id(0) >= firsts[number], values[number], value)

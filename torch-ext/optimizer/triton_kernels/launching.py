@@ -138,7 +138,7 @@ MEASURED: dict[str, dict[tuple[str, int, int, int], SymmetricConfig]] = {}
 # For devices without measurements: the rules of an architecture, or else of a backend, in order.
 # The rule for even tiles on sm_90 was measured on an H200, where two programs fit a processor: one
 # multiplies while the other stores. The other rules come from compiling: the largest tiles that fit
-# registers and shared memory without spilling (tests/test_triton_compile.py). Operands that cannot
+# registers and shared memory without spilling (tests/test_triton_compile.py). Operands that can't
 # be loaded in vectors pass through registers, so unaligned ones have smaller tiles. fp32 is
 # multiplied in full precision, without matrix instructions on NVIDIA.
 _INTERPRETER = (

@@ -38,9 +38,9 @@ def raise_maxima(
 ) -> Tensor:
     """Raises ``out`` to the largest ``scale · (q·k + q_rope·k_rope)`` of each head.
 
-    Products of 16-bit inputs are exact, those of fp32 inputs are not reduced to TF32, and sums are
+    Products of 16-bit inputs are exact, those of fp32 inputs aren't reduced to TF32, and sums are
     in fp32. Only pairs of a query and a key that attend count; NaN in the logit of such a pair
-    gives NaN. The result does not depend on the order of programs.
+    gives NaN. The result doesn't depend on the order of programs.
 
     Args:
         query_ids, key_ids: integers; pairs with equal ids count.
@@ -76,7 +76,7 @@ def raise_maxima(
             BLOCK_WIDTH=block_width,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            enable_fp_fusion=False,  # as in all kernels; the products are not affected
+            enable_fp_fusion=False,  # as in all kernels; the products aren't affected
         )
     return out
 
@@ -113,7 +113,7 @@ def _is_aligned(operand: Tensor) -> bool:
     return within_row == 1 and multiples
 
 
-# Specializing on 1 or multiples of 16 is not worth more compilations for these arguments.
+# Specializing on 1 or multiples of 16 isn't worth more compilations for these arguments.
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "out_stride"])
 def _maxima_kernel(
     out,  # (heads,), the bits of fp32 as integers

@@ -33,8 +33,8 @@ def symmetric_product(
 
     Entries on and above the diagonal are computed and also stored in their mirror's place. Nothing
     is checked: neither the symmetry of the result nor shapes. Products and sums are in fp32 (fp32
-    input is not reduced to TF32), rounded once to the dtype of ``out``. The call allocates nothing
-    and does not synchronize.
+    input isn't reduced to TF32), rounded once to the dtype of ``out``. The call allocates nothing
+    and doesn't synchronize.
 
     Args:
         A, B: fp16, bf16 or fp32, both of the same dtype, with any strides; may be the same tensor.
@@ -74,7 +74,7 @@ def symmetric_product(
     )
     # One program per tile, not per share of the tiles: while collectives occupy some processors,
     # the others can run all tiles. Fusion is off, as it would round the sums that follow the
-    # products differently depending on compiler and layout; it does not affect the products.
+    # products differently depending on compiler and layout; it doesn't affect the products.
     launching.launch(
         *(_symmetric_kernel, key, out.device, matrices * per_matrix, arguments, constants),
         num_warps=config.num_warps,
@@ -160,7 +160,7 @@ def _extent(matrix: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride()))
 
 
-# Specializing on 1 or multiples of 16 is not worth more compilations for these arguments.
+# Specializing on 1 or multiples of 16 isn't worth more compilations for these arguments.
 @triton.jit(do_not_specialize=["per_matrix"])
 def _symmetric_kernel(
     a_ptr,  # (matrices, s, k), a descriptor if DESCRIPTORS
@@ -247,7 +247,7 @@ def _symmetric_kernel(
             tile, end = halves[half], tl.where(row <= col + half, s, 0)
         tile *= alpha
         if HAS_C:
-            # Beta is not 0 here. Making rows depend on it avoids spilled registers.
+            # Beta isn't 0 here. Making rows depend on it avoids spilled registers.
             read_rows = tl.where(beta != 0.0, end, 0)
             c_offsets = rows[:, None] * c_strides[1] + cols[None, :] * c_strides[2]
             c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)

@@ -18,7 +18,7 @@ from .subject import Subject, names_of, numel
 
 # Convolutions are a trap if they are at least this share of what is trained, or outnumber Muon's
 # matrices, as in a CNN with large linear layers. For fewer, such as a transformer's patch embedding
-# or stem, AdamW is right or does not matter.
+# or stem, AdamW is right or doesn't matter.
 SHARE = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Finds a learning rate or an update scale that does not suit the shapes of the weights."""
+"""Finds a learning rate or an update scale that doesn't suit the shapes of the weights."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _relative_update(subject: Subject, advice: Remedy, scale: Union[str, float])
     """Size of an update relative to the weights, averaged over all elements of Muon's matrices.
 
     lr · scale · RMS(orthogonal) / RMS(weight), with weights as torch's layers initialize them. None
-    if there are no matrices or no rate: tensors are not read, and zero is the start of a schedule.
+    if there are no matrices or no rate: tensors aren't read, and zero is the start of a schedule.
     """
     lr = subject.options.get("lr")
     if not isinstance(lr, (int, float)) or lr <= 0:

@@ -127,9 +127,9 @@ def describe(
     reads no weights, so the model may be on the meta device, sharded (DTensors) or wrapped (DDP,
     torch.compile, checkpointing), with or without a process group.
 
-    Traps include heads and embeddings that names do not reveal, tensors left to AdamW because
+    Traps include heads and embeddings that names don't reveal, tensors left to AdamW because
     nothing shows which matrices they hold, ``convolutions`` left to AdamW, a learning rate that
-    does not fit ``adjust_lr``, weights stored (in, out), several ranks without a ``process_group``,
+    doesn't fit ``adjust_lr``, weights stored (in, out), several ranks without a ``process_group``,
     FSDP1's flat parameters, and anything that `Muon` would refuse. Notes include tied weights.
 
     A learning rate is judged by how much of its own size a weight moves per step, ``lr · scale ·
@@ -147,7 +147,7 @@ def describe(
 
     Raises:
         ValueError: ``model`` is no module, a parameter has no shape yet, or an option is invalid.
-        TypeError: `Muon` does not have an option.
+        TypeError: `Muon` doesn't have an option.
 
     Example:
         >>> print(optimizer.describe(model))

@@ -53,7 +53,7 @@ def to_state_dict(
         settings: the optimizer's settings, which say if replicas divide state.
 
     Raises:
-        ValueError: something does not fit.
+        ValueError: something doesn't fit.
     """
     sources, omitted = read_sources(states, kind)
     of_groups = targets_of(groups, names)

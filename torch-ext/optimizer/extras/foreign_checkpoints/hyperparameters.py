@@ -7,7 +7,7 @@ from typing import Any
 
 from ...parameters.options import GROUP_OPTIONS, SCHEDULED
 
-# Options loaded for Muon's and AdamW's groups; options of orthogonalization are not.
+# Options loaded for Muon's and AdamW's groups; options of orthogonalization aren't.
 MUON_OPTIONS = ("lr", *SCHEDULED, "weight_decay", "momentum", "nesterov", "beta2", "maximize")
 ADAMW_OPTIONS = ("lr", *SCHEDULED, "weight_decay", "adamw_betas", "adamw_eps", "maximize")
 
@@ -28,7 +28,7 @@ def read_options(saved_group: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A saved group under the keys of `Muon`; ``where`` is its name in messages.
 
     Raises:
-        ValueError: a value is not accepted. The message names the key.
+        ValueError: a value isn't accepted. The message names the key.
     """
     options = {}
     for key, value in saved_group.items():

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class TargetParam:
-    """A parameter that gets state from a checkpoint, or a name that the optimizer does not have.
+    """A parameter that gets state from a checkpoint, or a name that the optimizer doesn't have.
 
     Args:
         name: name in messages.

@@ -25,7 +25,7 @@ def read_torch(source: SourceOptimizer, matched: Targets) -> list[SavedState]:
     """Reads torch's Muon or AdamW, whichever wrote a group.
 
     Raises:
-        ValueError: Adam wrote a group, with a decay that is not decoupled.
+        ValueError: Adam wrote a group, with a decay that isn't decoupled.
     """
     for number, group in enumerate(source.groups):
         decay = group.options.get("weight_decay", 0.0)

@@ -84,7 +84,7 @@ def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bo
         kind: one of `KINDS`.
 
     Raises:
-        ValueError: it is not a state dict, or has another kind.
+        ValueError: it isn't a state dict, or has another kind.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, found {kind!r}")

@@ -98,7 +98,7 @@ def _set_functions() -> None:
 @contextlib.contextmanager
 def _handling() -> Iterator[None]:
     """Restores torch's functions for a handler, which may check that it was called for
-    `F.scaled_dot_product_attention`. Calls from other threads are not seen meanwhile."""
+    `F.scaled_dot_product_attention`. Calls from other threads aren't seen meanwhile."""
     global _handled
     with _lock:
         _handled += 1

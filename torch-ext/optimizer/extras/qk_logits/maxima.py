@@ -3,7 +3,7 @@
 Where Triton kernels are used, one launch does it. Otherwise, and for inputs that the kernel does
 not support, scores are computed block by block: some batch entries and heads, and a square of
 queries and keys. In a compiled graph, the loop over blocks is one operator or, with a mask_mod, a
-scan, so the graph does not grow with the length.
+scan, so the graph doesn't grow with the length.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def max_qk_logits(
 
     This is S_max of QK-Clip (Kimi K2, arXiv:2507.20534, algorithm 1): logits before the softmax. A
     pair counts if every given mask admits it. A head without such a pair gets -inf. NaN in the
-    logit of a pair that counts gives NaN; logits of other pairs do not matter.
+    logit of a pair that counts gives NaN; logits of other pairs don't matter.
 
     Products of 16-bit inputs are exact and summed in fp32. With logits rounded to bf16, clips would
-    be wrong by up to 0.2 %. Autocast does not apply, the host does not wait for the device, and no
+    be wrong by up to 0.2 %. Autocast doesn't apply, the host doesn't wait for the device, and no
     gradient flows.
 
     On accelerators with Triton, one kernel launch computes it without extra memory. Elsewhere, and
-    with a mask_mod, fp64, a scale that is not positive, or a ``block_size``, a loop over blocks
-    does. Its memory does not depend on B, H or T: about 8 MiB on CPUs and 64 MiB on accelerators,
+    with a mask_mod, fp64, a scale that isn't positive, or a ``block_size``, a loop over blocks
+    does. Its memory doesn't depend on B, H or T: about 8 MiB on CPUs and 64 MiB on accelerators,
     unless ``block_size`` is given. TF32, if enabled, applies to its fp32 inputs.
 
     Under ``torch.compile`` it is part of the full graph, also with dynamic shapes. Inside a
-    compiled `torch.utils.checkpoint`, pass masks as tensors and do not pass ``out``: a mask_mod is
-    run by torch's ``scan``, which copies q and k, and which torch cannot recompute.
+    compiled `torch.utils.checkpoint`, pass masks as tensors and don't pass ``out``: a mask_mod is
+    run by torch's ``scan``, which copies q and k, and which torch can't recompute.
 
     Args:
         q: queries (B, Hq, Tq, D), as passed to attention (with rotary embedding applied), in any
@@ -86,7 +86,7 @@ def max_qk_logits(
         scale: scale of the logits; None is 1/sqrt(D + R).
         causal: True if query i uses only keys j ≤ i. Both count from 0, also if Tq ≠ Tk, as with
             ``is_causal`` of torch's ``scaled_dot_product_attention``. For queries at the end of
-            longer keys, pass causal=False and a mask. Blocks above the diagonal are not computed.
+            longer keys, pass causal=False and a mask. Blocks above the diagonal aren't computed.
         q_rope: a second part of the queries (B, Hq, Tq, R), as in multi-head latent attention.
             Logits are then scale · (q·k + q_rope·k_rope).
         k_rope: the second part of the keys, (B, Hk, Tk, R), or (B, 1, Tk, R) if heads share it.
@@ -97,7 +97,7 @@ def max_qk_logits(
             returns booleans that do so too. All blocks are computed.
         attn_mask: as in torch's attention, broadcast to (B, Hq, Tq, Tk): True where a pair counts,
             or a floating-point bias. A bias excludes pairs with -inf or numbers near its dtype's
-            minimum (below -1e8, or half of fp16's minimum); other values are not added, because
+            minimum (below -1e8, or half of fp16's minimum); other values aren't added, because
             QK-Clip scales q·k, not the bias. ``causal`` applies too.
         out: running maxima (Hq,) in the result's dtype, updated in place and returned.
         block_size: number of queries, and of keys, in a block; None chooses, or uses the kernel.
@@ -106,7 +106,7 @@ def max_qk_logits(
         Maxima (Hq,) on q's device, in fp32, or fp64 for fp64 inputs.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or DTensors. The message names the
+        ValueError: shapes, dtypes or devices that don't fit, or DTensors. The message names the
             argument.
     """
     is_one = document_ids is None or isinstance(document_ids, Tensor)
@@ -158,12 +158,12 @@ class _Inputs(NamedTuple):
         return self.q.shape[3] + (0 if self.q_rope is None else self.q_rope.shape[3])
 
 
-_has_failed = False  # the kernel failed in this process, and is not tried again
+_has_failed = False  # the kernel failed in this process, and isn't tried again
 
 
 def _raise_by_kernel(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> bool:
-    """Raises ``best`` in one launch. Returns False if the kernel does not support these inputs, or
-    if Triton cannot compile or launch it."""
+    """Raises ``best`` in one launch. Returns False if the kernel doesn't support these inputs, or
+    if Triton can't compile or launch it."""
     global _has_failed
     takes_blocks = inputs.mask_mod is not None or inputs.scale <= 0 or block_size is not None
     is_used = not _has_failed and triton_kernels.is_used_on(inputs.q.device.type)
@@ -309,7 +309,7 @@ def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
 
 def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
     """The largest product of each query head in a block (products are ordered like logits), or, if
-    the scale is not positive, the largest logit."""
+    the scale isn't positive, the largest logit."""
     q = _select(inputs.q, block.batch, block.query_heads, block.queries)
     k = _select(inputs.k, block.batch, block.key_heads, block.keys)
     if inputs.q_rope is not None and inputs.k_rope is not None:

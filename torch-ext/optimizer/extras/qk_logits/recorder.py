@@ -56,13 +56,13 @@ class QKLogitRecorder:
 
     A forward counts if gradients are enabled and it completes. If the forward of the model or of a
     hooked module raises, what it recorded is dropped; if a compiled model raises, call `discard`,
-    because Python hooks do not notice. With activation checkpointing a forward counts once: the
+    because Python hooks don't notice. With activation checkpointing a forward counts once: the
     first run, or the second if the first has no gradients (``use_reentrant=True``). Meta and fake
-    tensors, and torch.jit traces, are not recorded. Outputs and gradients of the model stay
-    bit-identical, no activation is kept, and the host does not wait. Hooks of copied or unpickled
+    tensors, and torch.jit traces, aren't recorded. Outputs and gradients of the model stay
+    bit-identical, no activation is kept, and the host doesn't wait. Hooks of copied or unpickled
     models do nothing.
 
-    The hooks do not keep the recorder alive, and are removed with it. A new recorder replaces an
+    The hooks don't keep the recorder alive, and are removed with it. A new recorder replaces an
     earlier one that has hooked one of the same modules.
 
     Args:
@@ -74,7 +74,7 @@ class QKLogitRecorder:
             parameter, and ``nn.MultiheadAttention``, which needs ``need_weights=False``.
 
     Raises:
-        ValueError: ``model`` is not a module, no module has such a projection, or a pattern matches
+        ValueError: ``model`` isn't a module, no module has such a projection, or a pattern matches
             no module.
     """
 
@@ -127,7 +127,7 @@ class QKLogitRecorder:
     ) -> None:
         """Records the logits of queries and keys. Call it in the forward of the module.
 
-        It does nothing if the forward does not count, or if the recorder has been removed.
+        It does nothing if the forward doesn't count, or if the recorder has been removed.
 
         Args:
             module: a hooked module, or its name.
@@ -136,7 +136,7 @@ class QKLogitRecorder:
             scale, causal, masks: as in `max_qk_logits`.
 
         Raises:
-            ValueError: the module is not hooked, shapes do not fit, or a DTensor has other
+            ValueError: the module isn't hooked, shapes don't fit, or a DTensor has other
                 placements.
         """
         self._observe(module, lambda: read(q, k, scale, causal, masks))
@@ -161,7 +161,7 @@ class QKLogitRecorder:
             modules after the call that follows `remove`.
 
         Raises:
-            ValueError: attention of a module was not seen, not understood, or raised while
+            ValueError: attention of a module wasn't seen, not understood, or raised while
                 recording. Everything recorded is dropped.
         """
         self._leave_all()
@@ -202,7 +202,7 @@ class QKLogitRecorder:
         module, hook = record.module, self._hooks.enter_context
         before, after = _ForwardHook(self._before, record), _ForwardHook(self._after, record)
         hook(module.register_forward_pre_hook(before))
-        # Before other hooks: attention in them is not the module's.
+        # Before other hooks: attention in them isn't the module's.
         hook(module.register_forward_hook(after, prepend=True, always_call=True))
         if record.attends and isinstance(record.query, nn.Module):
             before_query = _ForwardHook(self._before_query, record, is_of_query=True)
@@ -249,7 +249,7 @@ class QKLogitRecorder:
 
     def _leave(self, last: _RunningForward, ended: bool) -> None:
         """Forgets the innermost forwards of this thread, up to ``last``, and what they recorded,
-        because they did not complete. Keeps what ``last`` recorded if it has ``ended``."""
+        because they didn't complete. Keeps what ``last`` recorded if it has ``ended``."""
         forward = None
         while forward is not last:
             forward = self._running.pop()
@@ -393,7 +393,7 @@ class _Record:
         """Returns the maxima, if any, and starts over.
 
         Raises:
-            ValueError: something was not recorded as it should be. Starts over, too.
+            ValueError: something wasn't recorded as it should be. Starts over, too.
         """
         maxima = None if self.maxima is None else self.maxima.clone()
         problem = self.problem
@@ -473,7 +473,7 @@ def _note_observed(key: str, count: int, head_dim: int, device: str, index: Opti
 
 @dataclass(eq=False)
 class _RunningForward:
-    """A running forward; ``is_recorded`` is False if it does not count."""
+    """A running forward; ``is_recorded`` is False if it doesn't count."""
 
     record: _Record
     is_recorded: bool

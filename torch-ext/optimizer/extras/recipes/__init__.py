@@ -5,7 +5,7 @@ A recipe takes a model and returns keyword arguments::
     optim = Muon(**recipes.kimi_k2(model))
 
 published.json lists each value with its source, a section of a report or a file. Numbers missing
-from Kimi K3's and GLM-5's reports are required arguments. Where these reports do not spell out the
+from Kimi K3's and GLM-5's reports are required arguments. Where these reports don't spell out the
 algorithm, it is that of the recipes they build on: Nesterov momentum, the polynomials, and the
 scale of Kimi K3's updates. Learning rates are the peaks of schedules, which the trainer supplies.
 """
@@ -83,7 +83,7 @@ def kimi_k3(
         model: a model with the names of the published weights, and the head sizes of latent
             attention in its ``config``. Attention modules must have their head sizes too.
         lr, momentum, ns_steps, adamw_betas, adamw_eps: as in `Muon`; the report has none of them.
-        threshold: of ``clip_config``; the report does not have it either.
+        threshold: of ``clip_config``; the report doesn't have it either.
 
     Raises:
         ValueError: the model lacks these parts or sizes.
@@ -121,7 +121,7 @@ def deepseek_v4(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     """Arguments of `Muon` for DeepSeek-V4, up to 1.6 T parameters (arXiv:2606.19348).
 
     AdamW trains the embedding, the prediction head, norms, and the static biases and gating factors
-    of hyper-connections; Muon trains all other matrices. The report does not mention the position
+    of hyper-connections; Muon trains all other matrices. The report doesn't mention the position
     biases of compressors: AdamW trains them, like all biases.
 
     Args:

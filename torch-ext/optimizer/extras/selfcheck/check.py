@@ -84,7 +84,7 @@ def selfcheck(
     models take the sharded model's gradients, so Muon's matrices must be bit-identical after the
     step. Finally, one process loads a checkpoint of the sharded run.
 
-    It finds groups made before sharding, stacked experts that are not named (read as one matrix, or
+    It finds groups made before sharding, stacked experts that aren't named (read as one matrix, or
     left to AdamW), transposed stacks, gradients averaged twice or not at all, frozen parameters, a
     missing process group, a wrong split, and the traps of `describe`. It ends early if a finding
     leaves nothing to compare.
@@ -106,7 +106,7 @@ def selfcheck(
         loss_fn: takes a model and a batch, and returns the mean loss of its samples.
         backward_fn: takes the sharded model and this rank's loss, and does what training does
             before ``step()``, if that is more than ``loss.backward()``. It must not clip gradients.
-        frozen: names, name components or patterns of parameters that are not trained on purpose.
+        frozen: names, name components or patterns of parameters that aren't trained on purpose.
         steps: number of steps.
         ranks: number of ranks to start.
         seed: seed of weights and batches.
@@ -115,7 +115,7 @@ def selfcheck(
         A report, true if it has no ``findings``. Errors in your functions are findings, too.
 
     Raises:
-        ValueError: ranks would be started, but cannot import the functions.
+        ValueError: ranks would be started, but can't import the functions.
         Exception: a function raised on one rank only, while others may be in a collective. This
             rank prints the report.
 

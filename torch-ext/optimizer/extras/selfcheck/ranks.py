@@ -33,7 +33,7 @@ def run_on_ranks(check: Callable[..., Any], arguments: tuple[Any, ...], ranks: i
 
     Raises:
         Alone: one rank raised, and the ranks existed before.
-        ValueError: processes cannot import the functions.
+        ValueError: processes can't import the functions.
     """
     if dist.is_initialized():
         return check(*arguments)
@@ -82,7 +82,7 @@ def gather_json(value: Any, has_raised: bool = False) -> list[Any]:
     All ranks that raised give the first one's value: the others may have raised because it ended.
 
     Raises:
-        DistStoreError: this rank raised, and others did not answer in time.
+        DistStoreError: this rank raised, and others didn't answer in time.
     """
     store, key = dist.distributed_c10d._get_default_store(), f"selfcheck/{next(_exchanges)}"
     text = json.dumps(value)

@@ -72,7 +72,7 @@ def find_unmatched(
 
 
 def find_frozen(names: Sequence[str], total: int, meant: Sequence[str], why: str) -> Iterator[Trap]:
-    """Parameters that are not trained and not listed as ``meant``."""
+    """Parameters that aren't trained and not listed as ``meant``."""
     patterns = {*meant, *map(normalize_name, meant)}
     names = [name for name in names if not any(matches(name, pattern) for pattern in patterns)]
     if names:
@@ -195,7 +195,7 @@ def _is_stack(decision: Decision, key: str, count: Optional[int]) -> bool:
 
 
 def _splits(subject: Subject) -> Iterator[Trap]:
-    """Splits of fused weights that do not cut between the matrices they hold."""
+    """Splits of fused weights that don't cut between the matrices they hold."""
     wrong = []
     for decision in subject.by_algorithm("Muon"):
         if subject.assignment.split is None:
