@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # Bytes of bf16 weights that one part updates in fp32.
 FP32_BYTES = 16 << 20
 
-# Bytes of state that one part fetches from host memory. Larger copies are no faster, and the step
-# waits for the first one.
+# Bytes of state that one part fetches from host memory. Larger copies aren't faster, and steps wait
+# for the first.
 STREAMED_BYTES = 64 << 20
 # One part uses at most 1/8 of the memory for fetched state: other parts are in flight, too.
 STREAMED_SHARE = 8
@@ -70,8 +70,7 @@ class Kind(NamedTuple):
         in_fp32: True if they are updated in fp32 and rounded afterwards.
         fused: True if torch's fused kernel updates them.
         capturable: True if a CUDA graph may capture the update.
-        streamed_to: the device that fetches their state from host memory; None if state is
-            elsewhere.
+        streamed_to: the device that fetches their state from host memory; None if none does.
     """
 
     group: int
@@ -212,8 +211,7 @@ class Binder:
 
 
 def narrow(tensor: Tensor, index: Optional[Index]) -> Tensor:
-    """Returns a piece of the divided tensor, or of one that broadcasts to it; all of it for
-    None."""
+    """Returns a piece of the divided tensor, or of one that broadcasts to it; None means all."""
     if index is None:
         return tensor
     sizes = zip(tensor.shape, index)
@@ -259,7 +257,7 @@ def divided_rows(param: Tensor, replicas: Optional[Replicas]) -> Optional[slice]
 def _lie_alike(tensors: Sequence[Tensor]) -> bool:
     """Returns True if all tensors are dense in memory, with the same order of dimensions.
 
-    torch's fused kernel treats tensors as flat arrays; with another layout it would write the wrong
+    torch's fused kernel treats tensors as flat arrays; with other layouts it would write wrong
     elements.
     """
     shape, stride = tensors[0].shape, tensors[0].stride()

@@ -6,8 +6,7 @@ orthogonalized, the next chunks are being gathered and the previous one is being
 also updates AdamW's parameters and, in ZeRO-2, averages gradients; `schedule` says when.
 
 Ranks that share a lane launch its collectives in the same order, because the order depends only on
-facts they share: the number of chunks, how many may be in flight, and which parameters have
-gradients.
+facts they share: the number of chunks, the limit in flight, and which parameters have gradients.
 """
 
 from __future__ import annotations
@@ -166,8 +165,7 @@ def with_averages(
 
     Args:
         events: the events of a step.
-        needed: how many buckets must be averaged before each event; `BUCKETS_AHEAD` more are
-            launched.
+        needed: how many buckets each event needs averaged; `BUCKETS_AHEAD` more are launched.
         buckets: the number of buckets.
     """
     launched = 0

@@ -177,14 +177,13 @@ def update_weights(
         updates: U, of the same shapes, in `update_dtype` or wider.
         rate: learning rate times scale, a number or a tensor of one element. The host doesn't read
             a tensor on the weights' device.
-        decay: learning rate times weight decay (and times scale with decay_lr="adjusted"), a number
-            or a tensor like ``rate``.
+        decay: learning rate times weight decay (and times scale with decay_lr="adjusted"), like
+            ``rate``.
         cautious: True to decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
         factors: a factor for each update, which broadcasts to it; None for no factors.
-        together: one tensor that contains all updates, if there is one, to multiply it by ``rate``
-            in one call.
-        rounded_by: the residuals or random bits with which bf16 weights are rounded from fp32; None
-            rounds to nearest.
+        together: one tensor that contains all updates, if any, to multiply by ``rate`` at once.
+        rounded_by: residuals or random bits that round bf16 weights from fp32; None rounds to
+            nearest.
         clip: as in `clip_weights`.
     """
     if not weights:

@@ -70,8 +70,8 @@ class Muon(Stateful):
         W ← W·(1 − lr·weight_decay) − lr·scale·U
 
     The default scale is 0.2·sqrt(max(rows, cols)) (Liu et al. 2025, arXiv:2502.16982), so a weight
-    decay tuned for AdamW also fits Muon. `describe` prints which multiples of AdamW's learning rate
-    to try. U doesn't depend on the scale of the gradients unless ``ns_eps_absolute`` or
+    decay tuned for AdamW also fits Muon. `describe` prints multiples of AdamW's learning rate to
+    try. U doesn't depend on the scale of the gradients unless ``ns_eps_absolute`` or
     ``ns_equilibrate`` is set.
 
     `Muon.for_model` also makes the parameter groups. docs/options.md describes all arguments; the
@@ -335,8 +335,8 @@ class Muon(Stateful):
         Raises:
             ValueError: invalid gradients, hyperparameters, or logits; or ranks would do different
                 things. The parameters and their state are unchanged.
-            RuntimeError: a rank didn't arrive; or this step or an earlier one failed when this rank
-                or another one might already have changed something. Then load a checkpoint, or call
+            RuntimeError: a rank didn't arrive; or this step or an earlier one failed after this
+                rank or another one might have changed something: load a checkpoint, or call
                 `accept_partial_step`.
         """
         loss = None

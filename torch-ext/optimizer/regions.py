@@ -109,8 +109,7 @@ class Sharding:
 
 
 def shard_interval(size: int, parts: int, index: int) -> Interval:
-    """Returns part ``index`` of ``range(size)``, cut as in `torch.chunk`: the last may be
-    shorter."""
+    """Returns part ``index`` of ``range(size)``, cut as in `torch.chunk`: the last are shorter."""
     length = -(-size // parts)
     start = min(size, length * index)
     return (start, min(size, start + length))

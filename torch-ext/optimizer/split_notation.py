@@ -68,8 +68,7 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
         cols: the sizes of the dimensions after the rows; several if they are flattened.
 
     Returns:
-        The parts of the rows, and the parts of the columns: lists with a `Part` per item of
-        ``cols``.
+        Parts of the rows, and parts of the columns: lists with a `Part` per item of ``cols``.
 
     Raises:
         ValueError: if the split doesn't fit. The message continues "<parameter> …".

@@ -26,8 +26,7 @@ KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "w
 
 State = Mapping[Any, Any]  # an optimizer's state
 Params = Iterable[tuple[Tensor, bool]]  # each parameter with True if it is Muon's
-# A tensor to be offloaded: its parameter's state, its key there, the tensor, and the device that
-# uses it.
+# A tensor to offload: its parameter's state, its key there, the tensor, and the device using it.
 KeyedState = tuple[MutableMapping[str, Tensor], str, Tensor, torch.device]
 
 
@@ -107,8 +106,7 @@ class CPUOffload:
     # -- state in host memory --------------------------------------------------------------------
 
     def is_on_host(self, param: Tensor) -> bool:
-        """True if a Muon parameter and its gradient are in host memory, but a device computes with
-        them."""
+        """True if a device computes with a Muon parameter and gradient in host memory."""
         if self._backend is not None and param.device.type == "cpu":
             return self._backend.hosts_parameters
         return param.device != compute_device(param)
@@ -182,8 +180,7 @@ class CPUOffload:
     # -- within a step -------------------------------------------------------------------------
 
     def fetch(self, tensor: Optional[Tensor], part: Tensor) -> Optional[Fetch]:
-        """The fetch that copies a part of a state tensor to its device; None if no copy is
-        needed."""
+        """The fetch that copies a part of a state tensor to its device; None if not needed."""
         offloaded = self._offloaded.get(id(tensor))
         return None if offloaded is None else Fetch(part, offloaded.device)
 

@@ -4,7 +4,7 @@ All ranks that a chain of meshes connects, a *union*, decide together: if one ra
 others would wait for it. Before a step, depending on ``consistency_check``, every rank sends its
 union one record of fixed size: a hash of its notes, and its vote on whether to step. The exchange
 runs on the CPU over gloo, so hosts wait for each other and devices don't. Ranks send their notes as
-text only if the hashes differ, a rank has an error, or a rank's sets have changed.
+text only if hashes differ, sets have changed, or a rank has an error.
 """
 
 from __future__ import annotations
@@ -135,13 +135,12 @@ class Agreement:
             structure: what this rank shares with each of its sets of ranks.
             sets: for each mesh, the ranks that share parameters with this rank.
             notes: returns the notes of this step.
-            skip: True if this rank wants to skip; None unless a GradScaler leaves skipping to the
-                step.
+            skip: True if this rank wants to skip; None unless a GradScaler lets the step decide.
             only_creates: True if, as far as this rank knows, the step only creates state.
 
         Raises:
-            ValueError: ranks would do different things, or one of them has an error; the text is
-                the same on all of them.
+            ValueError: ranks would do different things, or one has an error; the text is the same
+                on all of them.
             RuntimeError: a rank didn't arrive, or died during the exchange.
         """
         self.others_may_step = any(len(ranks) > 1 for ranks in sets)

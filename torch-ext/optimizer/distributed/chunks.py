@@ -35,11 +35,10 @@ class Share:
         units: the units of the batch.
         boxes: the pieces of each unit, in coordinates of the unit's box; equal for all units.
         local_parts: where the pieces lie in the local tensor, unit by unit.
-        start: where the pieces begin in the chunk's buffer, in elements; unused if they aren't
-            staged.
+        start: where the pieces begin in the chunk's buffer, in elements; unused if not staged.
         moments_start: where the mean squares of the units begin in the chunk's side buffer.
-        is_staged: True if the pieces have a place in the chunk's buffer. Momentum that another
-            replica sends has none.
+        is_staged: True if the pieces have a place in the chunk's buffer; False for momentum that
+            another replica sends.
     """
 
     units: tuple[Unit, ...]
@@ -170,8 +169,8 @@ class Batch:
 
 
 def _runs(parts: Sequence[PeerPart]) -> list[PeerRun]:
-    """Joins parts into as few runs as possible. The owner's own part, which lies in another buffer,
-    is the first run."""
+    """Joins parts into as few runs as possible. The owner's own part, in another buffer, comes
+    first."""
     runs = [PeerRun(parts[0])]
     for part in parts[1:]:
         longer = runs[-1].with_next(part) if len(runs) > 1 else None
@@ -185,8 +184,7 @@ class Traffic:
 
     Args:
         sent, received: elements to and from each peer; 0 for this rank itself.
-        kept: elements of this rank's pieces that stay here; a buffer without slots begins with
-            them.
+        kept: elements of this rank's pieces that stay; a buffer without slots begins with them.
     """
 
     sent: tuple[int, ...]
@@ -407,8 +405,7 @@ class _Direction:
         return list(map(tuple, parts)), by_peer
 
     def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
-        """True if a peer's part of a unit travels. Updates always do; momentum only if the peer is
-        in the owner's replica."""
+        """True if a peer's part of a unit travels: updates do, momentum only within a replica."""
         peers = self.channel.peers
         return self.is_scatter or self.entries[unit.entry].sends_momentum(peers[peer], peers[owner])
 

@@ -45,8 +45,7 @@ def all_gather_slots(buffer: Tensor, group: Any) -> Any:
 
 
 def share_slots(buffer: Tensor, slots: Sequence[int], group: Any) -> list[Any]:
-    """Starts to gather slots of these sizes: with `all_gather_slots` if sizes are equal, else with
-    one broadcast per slot."""
+    """Starts to gather slots of these sizes: by `all_gather_slots` if equal, else by broadcasts."""
     if len(set(slots)) == 1:
         return [all_gather_slots(buffer, group)]
     return [

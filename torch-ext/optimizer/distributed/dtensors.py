@@ -124,8 +124,7 @@ def check_placements(tensor: Tensor) -> None:
 
     Raises:
         ValueError: no process group, or none for the device; a placement other than Shard and
-            Replicate; strided shards that aren't intervals; shards in an order other than the
-            mesh's.
+            Replicate; strided shards that aren't intervals; shards out of the mesh's order.
     """
     if not is_dtensor(tensor):
         return
@@ -177,8 +176,8 @@ def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequen
 
 
 def unusual_shard_order(tensor: Tensor) -> Optional[tuple[int, tuple[int, ...]]]:
-    """A dimension of a DTensor that mesh dimensions cut in an order other than the mesh's, with
-    that order; None if there is none.
+    """A dimension of a DTensor that mesh dimensions cut out of order, and the order that they use;
+    None if there is none.
 
     torch stores the order apart from placements. Strided shards imply theirs: for these torch 2.10
     derives an order, and later releases have none.

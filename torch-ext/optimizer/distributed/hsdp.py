@@ -50,8 +50,7 @@ def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
     """True if the arithmetic that a rank saves takes longer than sending updates to replicas.
 
     A rank does its share of one replica's FLOPs (of all replicas' if they share the work), but at
-    least the FLOPs of the costliest matrix. If they share, it sends its updates to all other
-    replicas.
+    least the costliest matrix's. If they share, it sends its updates to all other replicas.
 
     Args:
         entries: entries with the same holders.

@@ -16,8 +16,8 @@ from .units import Entry
 CHUNK_BYTES = {"cpu": 1 << 20}
 DEFAULT_CHUNK_BYTES = 64 << 20
 
-# If every rank gets all updates of a chunk, the owners together gather at most this many times the
-# bytes of one owner.
+# If every rank gets all updates of a chunk, the owners together gather at most this many times one
+# owner's bytes.
 MOST_SHARED = 48
 
 # Maximum batch size, in bytes of its copy in opmath. On CPUs a batch that stays in the cache is

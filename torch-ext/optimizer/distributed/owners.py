@@ -1,10 +1,9 @@
 """Decides which rank orthogonalizes which matrix, and which matrices travel in one chunk.
 
 Matrices are assigned one by one, the costliest first, each to the rank with the least work so far
-(longest processing time first). So at any time all ranks have about the same amount of work, and
-every stretch of the list has work for all of them. A chunk is one stretch, except that small
-matrices fill gaps in earlier chunks. Ranks meet in every chunk, and wait for the one with the most
-work.
+(longest processing time first). So at any time all ranks have about equal work, and every stretch
+of the list has work for all of them. A chunk is one stretch, except that small matrices fill gaps
+in earlier chunks. Ranks meet in every chunk, and wait for the one with the most work.
 """
 
 from __future__ import annotations

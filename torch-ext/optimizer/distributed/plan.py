@@ -34,8 +34,8 @@ class Lane(Channel):
     Args:
         chunks: the chunks, in order.
         in_flight: maximum number of chunks in flight at once.
-        units: for each chunk, its units, each with its owner (an index in ``peers``); equal on all
-            peers.
+        units: for each chunk, its units, each with its owner (an index in ``peers``); the same on
+            all.
         digest: a hash of the units and their owners; equal on all peers.
     """
 
@@ -58,8 +58,8 @@ class Plan:
         rank: global rank that the plan is for.
         entries: Muon's parameters; units refer to them by number.
         lanes: lanes with traffic, in the order in which all ranks go through them.
-        local_lanes: lanes without traffic. Units without a gradient stay in them; the step skips
-            these units.
+        local_lanes: lanes without traffic. Units without a gradient stay in them, but steps skip
+            these.
         whole_on_peers: the units held whole by a single other peer, each with that peer's global
             rank; only summaries use them.
     """
@@ -188,8 +188,7 @@ class Planner:
         if not peers:
             return
         # A wire of 32 or 64 bits applies to local units, too, so that they are rounded the same
-        # with and without traffic. With a 16-bit wire, local units use opmath instead, and aren't
-        # rounded.
+        # with and without traffic. With a 16-bit wire, local units use opmath, unrounded.
         local_wire = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
         formats = (entry.opmath, entry.device)
         local = exchanged = self.units[Channel((self.rank,), 0, local_wire, *formats)]

@@ -28,8 +28,8 @@ SMALL_NUMEL = 1024
 class Replicas:
     """A process group whose ranks hold the same plain parameters and divide their state by rows.
 
-    A deep copy is the object itself. A pickle contains None instead, since a process group belongs
-    to its process.
+    A deep copy is the object itself. A pickle contains None instead: a process group belongs to its
+    process.
 
     Args:
         group: the process group, or a mesh of one dimension.

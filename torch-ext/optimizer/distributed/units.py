@@ -31,8 +31,7 @@ class Entry:
         wire: dtype in which momentum and updates travel.
         recipe: how its matrices are orthogonalized, which sets their cost.
         second_moment: True if owners also send mean squares of the update.
-        momentum_sharding: how its momentum lies on the mesh, if not like its weights: replicas may
-            divide it.
+        momentum_sharding: how its momentum lies on the mesh, if not like its weights.
         spread: True if each matrix has one owner among all replicas, not one in each replica.
         adjust_lr: how updates are scaled, see `core.update_scale`.
     """

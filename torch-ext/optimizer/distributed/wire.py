@@ -19,8 +19,7 @@ _MOST_BY_KERNEL = 128
 def wire_of(
     recipe: Recipe, comm_dtype: Optional[torch.dtype] = None, exact: bool = False
 ) -> torch.dtype:
-    """The user's ``comm_dtype``; without one, the dtype of the arithmetic in exact mode or with
-    fp64, else bf16."""
+    """The user's ``comm_dtype``, else the arithmetic's dtype if exact or fp64, else bf16."""
     is_wide = exact or recipe.dtype == torch.float64
     return comm_dtype or (recipe.dtype if is_wide else torch.bfloat16)
 

@@ -379,7 +379,7 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
 
 def _left_to_adamw(groups: Sequence[Group]) -> list[str]:
     """Names of matrices that AdamW trains although Muon trains matrices of the same name and shape
-    in other layers. If Muon trains none, all matrices that it could train."""
+    in other layers. If Muon trains none, this lists all matrices that it could train."""
 
     def kind(name: str, param: Tensor) -> tuple[str, torch.Size]:
         return re.sub(r"\d+", "*", name), param.shape

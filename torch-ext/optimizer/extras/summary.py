@@ -35,14 +35,14 @@ class Summary:
         rows: one for each parameter: ``name``, ``group`` (number), ``shape``, ``dtype``,
             ``placement``, ``sharded``, ``algorithm``, ``matrices`` (count), ``owners`` (global
             ranks), ``whole`` (owned where they are, without communication), ``flops``
-            (orthogonalization, all owners), ``bytes`` (sent for it) and ``clipped`` (True if
+            (orthogonalization, all owners), ``bytes`` (sent for it), and ``clipped`` (True if
             QK-Clip scales it). For experts divided among ranks, these are the matrices of this rank
             and its peers.
         totals: for this rank: ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
-            communication, how many of them are ``in_flight``, ``balance`` (the most FLOPs of any
-            peer over the mean) and ``state`` (where it is).
+            communication, how many of them are ``in_flight``, ``balance`` (the maximum of the
+            peers' FLOPs over their mean), and ``state`` (where it is).
         schedule: if requested, the events of the last step, in order: ``event``, its object
-            ``what``, and for chunks the ``matrices`` that this rank orthogonalizes, ``flops`` and
+            ``what``, and for chunks this rank's ``matrices`` to orthogonalize, ``flops``, and
             ``sent_bytes``.
         notes: remarks, for example about Muon's matrices that may be embeddings or output heads.
     """

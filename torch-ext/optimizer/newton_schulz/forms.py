@@ -237,8 +237,7 @@ def _cpu_multiplies_bfloat16() -> bool:
     """Returns True if the CPU has instructions for bfloat16 products that oneDNN can use.
 
     On x86, oneDNN reports support for bfloat16 on every CPU with AVX-512. Without the instructions
-    it widens every operand to fp32, and is five times slower than in fp32. So this also checks the
-    instructions.
+    it widens every operand to fp32, and is five times slower than fp32, so this checks them, too.
     """
     probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if probe is None or not torch.backends.mkldnn.is_available() or not probe():

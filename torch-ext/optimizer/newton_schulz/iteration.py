@@ -50,8 +50,7 @@ def newton_schulz(
             for one (a, b, c).
         coefficients: the name of a published family (see ``ns_coefficients`` in docs/options.md),
             one (a, b, c) for all iterations, or a list with one for each iteration.
-        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``, which picks the faster one for the
-            shape.
+        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``, which picks the faster for the shape.
         dtype: dtype of the iteration's arithmetic; None uses `default_dtype`.
         eps: added to the norm after the matrix was scaled to a largest magnitude of 1, so it has
             the same effect on a matrix and on 1e-30 times that matrix.

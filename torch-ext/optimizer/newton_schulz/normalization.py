@@ -33,8 +33,8 @@ class Eps(NamedTuple):
     Args:
         relative: added to the norm of a matrix after division by its largest magnitude.
         absolute: added to the norm of the matrix itself.
-        divided_by: divisors of the matrices in `equilibrate`, (n, 1, 1), which divide ``absolute``
-            as well; None means 1.
+        divided_by: the matrices' divisors in `equilibrate`, (n, 1, 1), which also divide
+            ``absolute``; None is 1.
     """
 
     relative: float

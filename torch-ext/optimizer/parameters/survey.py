@@ -58,8 +58,7 @@ class Survey:
         facts: for each group, everything that the survey depends on.
         names: for each group, what messages call its parameters.
         entries: for each group, its parameters as a plan sees them; None for AdamW's.
-        shared: by ranks, what they share: the ranks of each parameter's mesh, and of the process
-            group.
+        shared: by ranks (of each parameter's mesh, and of the process group), what they share.
         planners: planners of the trainable entries, by ``streams_state``.
     """
 

@@ -1,7 +1,6 @@
 """Checks groups, keys, parameters and gradients, and warns about likely mistakes.
 
-Checks change nothing. They raise ValueError with the parameter's name, what was found, and what to
-do.
+Checks change nothing. They raise ValueError with the parameter's name, the problem, and what to do.
 """
 
 from __future__ import annotations

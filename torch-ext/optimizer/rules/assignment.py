@@ -25,8 +25,7 @@ from .modules import Decision, ParamInfos, component_of, infos_of, is_paired_row
 
 AUTO = "auto"
 
-# Warn about three-dimensional tensors of unknown meaning if they are at least this share of all
-# trainable elements.
+# Least share of trainable elements for a warning about three-dimensional tensors left to AdamW.
 _SHARE_OF_STACKS = 0.01
 
 

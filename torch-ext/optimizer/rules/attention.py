@@ -45,8 +45,8 @@ _PROJECTION = re.compile(
     r"(_?proj|_projection|_lin|_linear|_layer|_net|_global|)(?:_weight)?",
     re.IGNORECASE,
 )
-# Latent attention, and indexers of sparse attention, have two consecutive query projections. The
-# second one outputs heads.
+# Latent attention, and indexers of sparse attention, have two consecutive query projections; the
+# second outputs heads.
 _SECOND_QUERIES = ("q_b_proj", "wq_b")
 
 

@@ -273,8 +273,7 @@ def _listed(
     rows: int, info: ParamInfo, size_of: SizeOf, weight: str, classes: str
 ) -> tuple[bool, Optional[Fused]]:
     """Returns True if `_LAYOUTS` lists the weight with this many rows, and what it holds."""
-    # Modules come first, as their sizes may differ from the config's. If a module's sizes are per
-    # rank, they don't fit.
+    # Modules come first: their sizes may differ from the config's. Sizes per rank don't fit.
     own = functools.partial(size_in, attention_of(info))
     finders: tuple[SizeOf, ...] = (lambda keys: own(keys) or size_of(keys), size_of)
     found: tuple[bool, Optional[Fused]] = False, None

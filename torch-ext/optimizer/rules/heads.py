@@ -1,7 +1,6 @@
 """Detects embeddings and heads that names don't show, and layers that are heads only by name.
 
-The evidence is a dimension equal to a vocabulary's size, or a last linear layer that makes
-predictions.
+The evidence is a dimension with a vocabulary's size, or a last linear layer that makes predictions.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from .modules import (
 # Words in the name of a last layer that makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
 _HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
-# In diffusers: the layer from the residual stream to patches, and the layers that compute scales
-# and shifts from the time.
+# In diffusers: the layer from the residual stream to patches, and layers that compute scales and
+# shifts from the time.
 _LAST_OF_DIFFUSION = re.compile(r"(\w+_)?proj_out(_2)?")
 _MODULATION = re.compile(r"adaln|modulation|norm_out|proj_out_1", re.IGNORECASE)
 # Names of stacks of layers whose last layer makes predictions.

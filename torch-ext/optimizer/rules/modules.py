@@ -174,8 +174,7 @@ def size_in(source: Any, keys: Sequence[str]) -> Optional[int]:
 
 
 def read(source: Any, key: str) -> Any:
-    """Returns a module's or config's value for a key; None if there is none or a property
-    raises."""
+    """Returns a module's or config's value for a key; None if it is missing or raises."""
     try:
         return source.get(key) if isinstance(source, Mapping) else getattr(source, key, None)
     except Exception:

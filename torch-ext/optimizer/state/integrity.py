@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Optional
 
-# Each status is the advice that error messages give. WHOLE: weights and state belong to the same
-# step, so no advice.
+# Each status is the advice in error messages; none if weights and state belong to the same step.
 WHOLE = ""
 VOID = "load the last checkpoint into the model, and into the optimizer by load_state_dict()"
 _BROKEN = f"{VOID}, or call discard_state() before torch.distributed.checkpoint loads in place"
@@ -60,8 +59,7 @@ class Integrity:
         Args:
             what: name of the change, for messages.
             has_begun: given an exception, returns True if anything may have been written.
-            has_parted: for a step, returns True if after an exception this rank and others can no
-                longer step together.
+            has_parted: for a step, returns True if the ranks can no longer step together.
 
         Raises:
             RuntimeError: if an error occurs after the change has begun. Errors before that, and

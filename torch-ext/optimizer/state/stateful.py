@@ -1,5 +1,4 @@
-"""Saves and loads an optimizer's state: state dicts, exact weights, pickles, failed steps, CPU
-offload."""
+"""Manages an optimizer's state: state dicts, exact weights, failed steps, pickles, CPU offload."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ class Stateful(torch.optim.Optimizer):
     def names(self) -> list[Optional[list[str]]]:
         """For each group, the names of its parameters, in order, or None.
 
-        Names aren't keys of the groups, because torch.distributed.checkpoint would then require
-        them in checkpoints.
+        Names aren't keys of the groups, since torch.distributed.checkpoint would require them in
+        checkpoints.
         """
         return [view.names for view in self._read_groups()]
 

@@ -239,8 +239,7 @@ class Bound:
         schedule: all events of the step, in order.
         loads: for each event, the load that it copies from host memory.
         rings: the rings that copy these loads, by device.
-        last_exchange: the event that waits for the last updates from other ranks; None without
-            traffic.
+        last_exchange: the event that waits for other ranks' last updates; None without traffic.
         last_reads: for each chunk, the entries whose gradients no later event reads; under None,
             those whose gradients no event reads.
         sharded: the parameters that are DTensors, by number of their entry.
@@ -275,8 +274,7 @@ class Bound:
         self._settings = settings
         self._rounding = rounding
         self._offload = offload
-        # A weight whose memory was freed takes no part, but its views must exist, so bind a meta
-        # tensor.
+        # A weight whose memory was freed takes no part, but needs views: bind a meta tensor.
         self.weights = [
             dtensors.local(param).to("meta")
             if dtensors.lacks_memory(param)

@@ -140,8 +140,7 @@ class Step:
     def on_device(self, event: Event) -> Iterator[Bring]:
         """A context in which an event's tensors are on the device.
 
-        It yields a function that maps the event's lists, passed in order, to lists of tensors on
-        the device.
+        It yields a function that maps the event's lists, passed in order, to lists on the device.
         """
         load = self.bound.loads.get(event)
         if load is None:

@@ -92,8 +92,7 @@ def replica_difference(
 
 
 def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
-    """The settings as lines. Only replicas compare their process group: the ranks of a mesh may
-    have different ones."""
+    """The settings as lines. Only replicas compare process groups: a mesh's ranks may differ."""
     values = {key: getattr(settings, key) for key in SETTINGS}
     values["state streamed (turn_on_cpu_offload)"] = settings.streams_state
     if ranks == settings.replica_ranks:
@@ -127,8 +126,7 @@ def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -
 
 
 def _adamw_replicas(param: Tensor, group: Group, rank: int, settings: Settings) -> Ranks:
-    """The ranks that hold the same part of an AdamW parameter as this rank, and must update it,
-    too.
+    """The ranks that hold the same part of an AdamW parameter, and must update it, too.
 
     Empty if this rank takes no part. If every rank applies its own gradient, a gradient missing on
     this rank counts as absent: zeros on only some ranks would make replicas diverge.

@@ -12,8 +12,7 @@ class Progress:
 
     Args:
         agreement: knows whether other ranks may step.
-        has_replicas: returns True if other ranks hold the same part of one of this rank's
-            parameters.
+        has_replicas: returns True if other ranks hold the same part of some parameter.
 
     Attributes:
         is_running: True once the step's events have begun; an interrupt may come at any line.

@@ -200,8 +200,7 @@ def _launch(
 _TILE = 2048
 _SQUARE_TILE = (32, 64)  # if rows are contiguous in one tensor and columns in another
 
-# Each program searches the items of its launch for its own: with more items, that would take longer
-# than its tile.
+# Each program searches the items of its launch for its own; with more items, that takes too long.
 _MOST_ITEMS = 32
 
 _ALIGNMENT = 16  # multiple of bytes of addresses, and of elements of rows, that vectors need

@@ -179,7 +179,7 @@ RULES: dict[str, dict[int, Sequence[Rule]]] = {
 def choose(
     dtype: torch.dtype, s: int, k: int, batch: int, aligned: bool, target: CompileTarget
 ) -> SymmetricConfig:
-    """Returns the configuration measured for the nearest sizes, else that of the first rule.
+    """Returns the configuration measured for the nearest sizes, else the first rule's.
 
     Only aligned operands, which can be loaded in vectors, were measured; for others the rules
     decide. Large tiles reuse more of what they load, but there must be enough of them for all

@@ -18,8 +18,8 @@ from .launching import SymmetricConfig
 from .symmetric import INTERPRETED, multiply
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-KEYS = 64  # most keys of a tile: with as many as queries, registers would spill
-WHOLE_WIDTH = 128  # most columns of heads whose 16-bit queries are loaded only once
+KEYS = 64  # maximum keys of a tile: with as many as queries, registers would spill
+WHOLE_WIDTH = 128  # maximum width of heads whose 16-bit queries are loaded only once
 
 
 def raise_maxima(
@@ -38,9 +38,9 @@ def raise_maxima(
 ) -> Tensor:
     """Raises ``out`` to the largest ``scale · (q·k + q_rope·k_rope)`` of each head.
 
-    Products of 16-bit inputs are exact, those of fp32 inputs aren't reduced to TF32, and sums are
-    in fp32. Only pairs of a query and a key that attend count; NaN in the logit of such a pair
-    gives NaN. The result doesn't depend on the order of programs.
+    Products of 16-bit inputs are exact, fp32 inputs aren't reduced to TF32, and sums are in fp32.
+    Only pairs of a query and a key that attend count; NaN in the logit of such a pair gives NaN.
+    The result doesn't depend on the order of programs.
 
     Args:
         query_ids, key_ids: integers; pairs with equal ids count.
@@ -217,7 +217,7 @@ def _maxima_kernel(
                 scores = tl.where(unused, float("-inf"), scores)
             best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
 
-    # As signed integers, the bits of positive floats have the same order as the floats, those of
+    # As signed integers, the bits of positive floats have the same order as the floats, the bits of
     # negative floats the reverse order. NaN without a sign is above Inf.
     bits = best.to(tl.int32, bitcast=True)
     ordered = tl.where(best == best, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)

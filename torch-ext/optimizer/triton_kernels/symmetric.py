@@ -188,7 +188,7 @@ def _symmetric_kernel(
     WIDTH: tl.constexpr,  # tiles side by side: 1 or 2
     GROUP: tl.constexpr,
 ):
-    # This program computes one row of WIDTH × WIDTH tiles. On the diagonal, a row's tile below the
+    # This program computes one row of WIDTH × WIDTH tiles. On the diagonal, its tile below the
     # diagonal is wasted work.
     side = tl.cdiv(s, WIDTH * BLOCK)
     number = tl.program_id(0).to(tl.int64)

@@ -162,7 +162,7 @@ def advised_options(subject: Subject, advice: Remedy) -> dict[str, Any]:
 
 
 def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
-    """Lines of a function that changes the caller's or the default one as advised."""
+    """Lines of a function that adapts the caller's rule, or the default one, as advised."""
     function, leave, keep = subject.is_muon_func, list(advice.leave), []
     if function is default_is_muon:  # it knows only names: list what modules decided
         leave += [d.name for d in subject.by_algorithm("AdamW") if d.reason.startswith("head")]

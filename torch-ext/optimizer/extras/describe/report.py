@@ -146,7 +146,7 @@ def describe(
         adamw_keys, decay_vectors, options: as in `Muon.for_model`.
 
     Raises:
-        ValueError: ``model`` is no module, a parameter has no shape yet, or an option is invalid.
+        ValueError: ``model`` isn't a module, a parameter has no shape yet, or an option is invalid.
         TypeError: `Muon` doesn't have an option.
 
     Example:

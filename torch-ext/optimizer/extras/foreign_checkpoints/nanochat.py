@@ -73,8 +73,7 @@ def _unstack(
 def _join_rows(
     source: SourceOptimizer, group: SavedGroup, index: int, target: TargetParam
 ) -> SavedState:
-    """The state of one of AdamW's parameters, joined from the rows of all ranks, or from one rank
-    that has all rows.
+    """The state of one of AdamW's parameters, joined from all ranks, or from one with all rows.
 
     Raises:
         ValueError: ranks have different step counts.

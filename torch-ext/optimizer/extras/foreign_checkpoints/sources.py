@@ -1,7 +1,7 @@
 """Reads the state dicts of another optimizer, and checks that they have the given kind.
 
-State dicts may be those of torch.optim, keyed by name, or one for each rank. Nothing is unpickled,
-copied or changed.
+State dicts may be those of torch.optim, keyed by name, or one for each rank. This unpickles,
+copies, and changes nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reports calls of torch's attention functions, with the queries and keys of their logits.
 
-While a forward is recorded, `F.scaled_dot_product_attention` and `flex_attention` in torch's
-modules are replaced by functions that report their arguments. A torch function mode would see calls
-by any name, but Dynamo traces through it whatever is compiled within a forward, which fails for
-some of torch's methods.
+While a forward pass is recorded, functions that report their arguments replace
+`F.scaled_dot_product_attention` and `flex_attention` in torch's modules. A torch function mode
+would see calls by any name, but Dynamo would trace through it all that is compiled within a forward
+pass, which fails for some of torch's methods.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Call:
         maxima.copy_(torch.maximum(maxima, largest))
 
 
-# Number of running forwards in all threads, by the recorder of their attention calls. Weak keys
-# drop a recorder that is deleted after its forwards were interrupted.
+# Number of running forward passes in all threads, by the recorder of their attention calls. Weak
+# keys drop a recorder that is deleted after its forward passes were interrupted.
 _running: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _handled = 0  # attention calls now in a handler of torch functions, in all threads
 _replaced: dict[Callable, Callable] = {}  # originals by reporting function
@@ -71,7 +71,7 @@ _lock = threading.Lock()
 
 
 def report_calls(recorder: Any, more: int) -> None:
-    """Counts ``more`` running forwards of a recorder, or fewer. While any forward runs in any
+    """Adds ``more`` to the count of a recorder's running forward passes. While any runs in any
     thread, attention calls of all threads are reported, each in its thread.
 
     Args:
@@ -98,7 +98,7 @@ def _set_functions() -> None:
 @contextlib.contextmanager
 def _handling() -> Iterator[None]:
     """Restores torch's functions for a handler, which may check that it was called for
-    `F.scaled_dot_product_attention`. Calls from other threads aren't seen meanwhile."""
+    `F.scaled_dot_product_attention`. Meanwhile, calls from other threads aren't seen."""
     global _handled
     with _lock:
         _handled += 1

@@ -32,8 +32,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DocumentIds = Union[Tensor, tuple[Tensor, Tensor]]
 
 # Elements of a block (scores, and the rows they come from) and its longest side in positions. On
-# CPUs a block stays in the cache; on accelerators it is worth its launches. Longer sides waste more
-# work above the diagonal.
+# CPUs a block stays in the cache; on accelerators it is worth its launches. Long sides waste work
+# above the diagonal.
 BLOCK_NUMEL = {"cpu": 1 << 20}
 DEFAULT_BLOCK_NUMEL = 8 << 20
 BLOCK_SIDE = {"cpu": 256}
@@ -66,7 +66,7 @@ def max_qk_logits(
     logit of a pair that counts gives NaN; logits of other pairs don't matter.
 
     Products of 16-bit inputs are exact and summed in fp32. With logits rounded to bf16, clips would
-    be wrong by up to 0.2 %. Autocast doesn't apply, the host doesn't wait for the device, and no
+    be wrong by up to 0.2%. Autocast doesn't apply, the host doesn't wait for the device, and no
     gradient flows.
 
     On accelerators with Triton, one kernel launch computes it without extra memory. Elsewhere, and
@@ -74,7 +74,7 @@ def max_qk_logits(
     does. Its memory doesn't depend on B, H or T: about 8 MiB on CPUs and 64 MiB on accelerators,
     unless ``block_size`` is given. TF32, if enabled, applies to its fp32 inputs.
 
-    Under ``torch.compile`` it is part of the full graph, also with dynamic shapes. Inside a
+    Under ``torch.compile`` it is part of the full graph, even with dynamic shapes. Inside a
     compiled `torch.utils.checkpoint`, pass masks as tensors and don't pass ``out``: a mask_mod is
     run by torch's ``scan``, which copies q and k, and which torch can't recompute.
 
@@ -106,8 +106,7 @@ def max_qk_logits(
         Maxima (Hq,) on q's device, in fp32, or fp64 for fp64 inputs.
 
     Raises:
-        ValueError: shapes, dtypes or devices that don't fit, or DTensors. The message names the
-            argument.
+        ValueError: shapes, dtypes, or devices that don't fit, or DTensors; the message names it.
     """
     is_one = document_ids is None or isinstance(document_ids, Tensor)
     ids = (document_ids, document_ids) if is_one else tuple(document_ids)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ OBSERVE = "call the recorder's observe or observe_scores in its forward"
 
 
 class QKLogitRecorder:
-    """Records the largest attention logit of each query head in a model's forwards, for QK-Clip.
+    """Records the largest attention logit of each query head in forward passes, for QK-Clip.
 
     Assign it to an optimizer, ``optim.qk_recorder = QKLogitRecorder(model)``. Each step then takes
     what was recorded.
@@ -54,11 +54,11 @@ class QKLogitRecorder:
     Other attention, and all attention in compiled modules, must call `observe` or `observe_scores`.
     With context parallelism, a call has only some of the keys, so the recorder sees only these.
 
-    A forward counts if gradients are enabled and it completes. If the forward of the model or of a
-    hooked module raises, what it recorded is dropped; if a compiled model raises, call `discard`,
-    because Python hooks don't notice. With activation checkpointing a forward counts once: the
-    first run, or the second if the first has no gradients (``use_reentrant=True``). Meta and fake
-    tensors, and torch.jit traces, aren't recorded. Outputs and gradients of the model stay
+    A forward pass counts if gradients are enabled and it completes. If the forward pass of the
+    model or of a hooked module raises, what it recorded is dropped; if a compiled model raises,
+    call `discard`, because Python hooks don't notice. With activation checkpointing it counts once:
+    the first run, or the second if the first has no gradients (``use_reentrant=True``). Meta and
+    fake tensors, and torch.jit traces, aren't recorded. Outputs and gradients of the model stay
     bit-identical, no activation is kept, and the host doesn't wait. Hooks of copied or unpickled
     models do nothing.
 
@@ -67,7 +67,7 @@ class QKLogitRecorder:
 
     Args:
         model: the model, before or after it is wrapped or sharded (FSDP2, DDP, tensor parallelism),
-            and before its first compiled forward: Dynamo ignores later hooks.
+            and before its first compiled forward pass: Dynamo ignores later hooks.
         modules: patterns for module names: shell-style for whole names, or whole components of
             names. Of nested matches, a pattern means the outermost module. None hooks all modules
             that own a projection with a usual name (such as wq, q_proj or c_attn), as a module or a
@@ -113,7 +113,7 @@ class QKLogitRecorder:
 
     @property
     def forwards(self) -> dict[str, int]:
-        """Forwards recorded since the last `take`, by module, without compiled ones."""
+        """Forward passes recorded since the last `take`, by module, without compiled ones."""
         return {name: record.forwards for name, record in self._records.items()}
 
     def observe(
@@ -125,19 +125,17 @@ class QKLogitRecorder:
         causal: bool = True,
         **masks: Any,
     ) -> None:
-        """Records the logits of queries and keys. Call it in the forward of the module.
+        """Records the logits of queries and keys. Call it in the module's forward pass.
 
-        It does nothing if the forward doesn't count, or if the recorder has been removed.
+        It does nothing if the forward pass doesn't count, or if the recorder has been removed.
 
         Args:
             module: a hooked module, or its name.
-            q, k: (B, Hq, Tq, D) and (B, Hk, Tk, D) of this rank, or DTensors sharded by head or
-                batch.
+            q, k: (B, Hq, Tq, D) and (B, Hk, Tk, D), local, or DTensors sharded by head or batch.
             scale, causal, masks: as in `max_qk_logits`.
 
         Raises:
-            ValueError: the module isn't hooked, shapes don't fit, or a DTensor has other
-                placements.
+            ValueError: the module isn't hooked, or shapes or placements don't fit.
         """
         self._observe(module, lambda: read(q, k, scale, causal, masks))
 
@@ -210,11 +208,11 @@ class QKLogitRecorder:
 
     @property
     def _running(self) -> list[_RunningForward]:
-        """Forwards running in this thread; autograd's threads recompute others."""
+        """Forward passes running in this thread; autograd's threads recompute others."""
         return vars(self._threads).setdefault("running", [])
 
     def _running_forward(self, record: _Record) -> Optional[_RunningForward]:
-        """The innermost forward of the record's module."""
+        """The innermost forward pass of the record's module."""
         return next((f for f in reversed(self._running) if f.record is record), None)
 
     def _before(self, record: _Record, *_: Any) -> None:
@@ -234,7 +232,8 @@ class QKLogitRecorder:
                 report_calls(self, 1)
 
     def _before_query(self, record: _Record, projection: nn.Module, *_: Any) -> None:
-        # Only in its own forward is the projection's weight whole, except for tensor parallelism.
+        # The projection's weight is whole only in its own forward pass (except in tensor
+        # parallelism).
         record.note_rows(getattr(projection, "weight", None))
 
     def _after(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
@@ -248,7 +247,7 @@ class QKLogitRecorder:
             record.is_blind |= not forward.saw_attention
 
     def _leave(self, last: _RunningForward, ended: bool) -> None:
-        """Forgets the innermost forwards of this thread, up to ``last``, and what they recorded,
+        """Forgets this thread's innermost forward passes, up to ``last``, and what they recorded,
         because they didn't complete. Keeps what ``last`` recorded if it has ``ended``."""
         forward = None
         while forward is not last:
@@ -261,12 +260,12 @@ class QKLogitRecorder:
                         record.restore(snapshot)
 
     def _leave_all(self) -> None:
-        """Forgets interrupted forwards of this thread, and what they recorded."""
+        """Forgets this thread's interrupted forward passes, and what they recorded."""
         if self._running:
             self._leave(self._running[0], ended=False)
 
     def record_call(self, call: Callable[[], Call]) -> None:
-        """Records an attention call of the innermost forward in this thread, if there is any."""
+        """Records an attention call of this thread's innermost forward pass, if any."""
         forward = self._running[-1] if self._running else None
         if forward is not None and forward.is_recorded and forward.record.attends:
             forward.saw_attention = True
@@ -305,15 +304,15 @@ class _Record:
     Args:
         within: the records of this module and of modules below it.
         attends: True if its attention calls are recorded; False for a model that is hooked only to
-            notice whether its forward completes.
-        maxima: (heads,), fp32; always the same tensor, because compiled forwards guard on it.
+            notice whether its forward pass completes.
+        maxima: (heads,), fp32; always the same tensor: compiled graphs guard on it.
         heads: for DTensor queries, the mesh, its dimension that shards heads, and the number of
             heads.
         rows: for a DTensor query projection, the mesh, its dimension that shards rows, the number
             of rows, and the number of rows on this rank.
         head_dim: width of a query head; 0 if unknown.
-        is_blind: True if a recorded forward saw no attention.
-        is_compiled: True if Dynamo has traced a forward that counts.
+        is_blind: True if a recorded forward pass saw no attention.
+        is_compiled: True if Dynamo has traced a forward pass that counts.
         is_observed: True if Dynamo has traced a call of observe in it.
         key: its key in `_RECORDS`.
     """
@@ -424,7 +423,7 @@ class _Record:
         maxima, values, self.forwards, self.is_blind, self.problem = snapshot
         if maxima is not None:
             self.maxima = maxima
-        if self.maxima is not None:  # in place: compiled forwards may guard on it
+        if self.maxima is not None:  # in place: compiled graphs may guard on it
             self.maxima.copy_(values) if values is not None else self.maxima.fill_(-math.inf)
 
     def _as_sharded(self, maxima: Tensor) -> Tensor:
@@ -473,7 +472,7 @@ def _note_observed(key: str, count: int, head_dim: int, device: str, index: Opti
 
 @dataclass(eq=False)
 class _RunningForward:
-    """A running forward; ``is_recorded`` is False if it doesn't count."""
+    """A running forward pass; ``is_recorded`` is False if it doesn't count."""
 
     record: _Record
     is_recorded: bool
@@ -492,8 +491,7 @@ def _calls_of(module: nn.Module) -> int:
 
 
 class _ForwardHook:
-    """Calls a method of the recorder with a record, while the recorder exists. Copies and pickles
-    do nothing."""
+    """Calls a recorder's method with a record while the recorder exists; copies do nothing."""
 
     def __init__(self, method: Any, record: _Record, is_of_query: bool = False):
         self.method = weakref.WeakMethod(method)
@@ -526,16 +524,16 @@ def _remove_recorders(module: nn.Module) -> None:
 
 
 def _counts() -> bool:
-    """True if a forward that starts now is recorded."""
+    """True if a forward pass that starts now is recorded."""
     return torch.is_grad_enabled() and not (torch.jit.is_tracing() or _is_computed_again())
 
 
 def _is_computed_again() -> bool:
-    """True if checkpointing repeats a forward that has run with gradients before.
+    """True if checkpointing repeats a forward pass that has run with gradients before.
 
     Unknown cases return False: recording twice only costs time.
     """
-    if torch._C._current_graph_task_id() == -1:  # no backward is running
+    if torch._C._current_graph_task_id() == -1:  # no backward pass is running
         return False
     frame: Optional[FrameType] = sys._getframe(1)
     while frame is not None:

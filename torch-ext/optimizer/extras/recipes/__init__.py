@@ -6,7 +6,7 @@ A recipe takes a model and returns keyword arguments::
 
 published.json lists each value with its source, a section of a report or a file. Numbers missing
 from Kimi K3's and GLM-5's reports are required arguments. Where these reports don't spell out the
-algorithm, it is that of the recipes they build on: Nesterov momentum, the polynomials, and the
+algorithm, it comes from the recipes they build on: Nesterov momentum, the polynomials, and the
 scale of Kimi K3's updates. Learning rates are the peaks of schedules, which the trainer supplies.
 """
 
@@ -230,7 +230,7 @@ def _arguments(recipe: str, model: nn.Module, **given: Any) -> dict[str, Any]:
 
 
 def _values(recipe: str) -> dict[str, Any]:
-    """The values of a recipe by key, including those of the recipe it builds on."""
+    """The values of a recipe by key, including values of the recipe it builds on."""
     entries = json.loads(_published())[recipe]
     values = _values(entries["builds_on"]) if "builds_on" in entries else {}
     values.update((k, entry["value"]) for k, entry in entries.items() if isinstance(entry, dict))

@@ -89,9 +89,9 @@ def selfcheck(
     missing process group, a wrong split, and the traps of `describe`. It ends early if a finding
     leaves nothing to compare.
 
-    It uses an initialized process group or the ranks of torchrun. Otherwise it starts ranks on the
-    CPU, which import the script: define the functions and load the package at the top of the
-    script, and call ``selfcheck`` below ``if __name__ == "__main__":``.
+    It uses an initialized process group or torchrun's ranks. Otherwise it starts ranks on the CPU,
+    which import the script: define the functions and load the package at the top of the script, and
+    call ``selfcheck`` below ``if __name__ == "__main__":``.
 
     Args:
         model_fn: returns the whole model with weights, small enough for a rank to train it twice.
@@ -106,7 +106,7 @@ def selfcheck(
         loss_fn: takes a model and a batch, and returns the mean loss of its samples.
         backward_fn: takes the sharded model and this rank's loss, and does what training does
             before ``step()``, if that is more than ``loss.backward()``. It must not clip gradients.
-        frozen: names, name components or patterns of parameters that aren't trained on purpose.
+        frozen: names, name components, or patterns of parameters that are frozen on purpose.
         steps: number of steps.
         ranks: number of ranks to start.
         seed: seed of weights and batches.

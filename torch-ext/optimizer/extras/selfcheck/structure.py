@@ -166,7 +166,7 @@ def _fault(decision: Decision, subject: Subject) -> Optional[str]:
     is_upright = subject.options.get("adjust_lr") not in ("original", "spectral")
     if is_upright or is_stored_transposed(
         subject.info(decision), decision.param
-    ):  # which `describe` warns of
+    ):  # which `describe` warns about
         return None
     word = decision.name.removesuffix(".weight").split(".")[-1]
     inner, outer = shape[-1:-3:-1] if word in _UP else shape[-2:]
