@@ -70,7 +70,7 @@ class Kind(NamedTuple):
         in_fp32: True if they are updated in fp32 and rounded afterwards.
         fused: True if torch's fused kernel updates them.
         capturable: True if a CUDA graph may capture the update.
-        streamed_to: the device that fetches their state from host memory; None if none does.
+        streamed_to: the device that fetches their state from host memory, if any.
     """
 
     group: int

@@ -6,7 +6,8 @@ orthogonalized, the next chunks are being gathered and the previous one is being
 also updates AdamW's parameters and, in ZeRO-2, averages gradients; `schedule` says when.
 
 Ranks that share a lane launch its collectives in the same order, because the order depends only on
-facts they share: the number of chunks, the limit in flight, and which parameters have gradients.
+facts they share: the number of chunks, the limit on chunks in flight, and which parameters have
+gradients.
 """
 
 from __future__ import annotations

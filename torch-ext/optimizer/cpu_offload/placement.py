@@ -165,7 +165,7 @@ class CPUOffload:
                 self._offloaded[id(tensor)] = OffloadedTensor(tensor, host, device)
 
     def clear(self) -> None:
-        """Frees all memory when the offloaded state is no longer used, also after a failed copy."""
+        """Frees all memory when the offloaded state is no longer used, even after a failed copy."""
         for device in self._devices.values():
             device.backend.recover()
         self.synchronize()

@@ -178,7 +178,7 @@ class Ring:
         self._copy_in()
 
     def close(self) -> None:
-        """Frees the ring; the current stream waits for the last copy, also after an error."""
+        """Frees the ring; the current stream waits for the last copy, even after an error."""
         if self._memory is None:
             return
         if self._arriving:  # loads that weren't used because of an error

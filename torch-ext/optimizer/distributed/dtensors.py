@@ -319,7 +319,7 @@ def gathered(local_tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor; as in torch, also for tensors without elements."""
+    """Strides of a contiguous tensor; as in torch, even for tensors without elements."""
     sizes = [max(1, size) for size in shape]
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
 

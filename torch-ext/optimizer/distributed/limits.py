@@ -37,7 +37,7 @@ class Limits:
 
     Args:
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 limits chunks by bytes.
-        warmup_step: maximum number of chunks in flight, besides the one being orthogonalized.
+        warmup_step: maximum number of chunks in flight, not counting the one being orthogonalized.
         streams_state: True if momentum comes from host memory. Chunks have to wait for it, so only
             `HIDING_IN_FLIGHT` are in flight, as many as hide each other's traffic.
         staging_bytes: bytes that an owner gathers in a chunk; None means `CHUNK_BYTES`.

@@ -24,7 +24,7 @@ class Candidate(NamedTuple):
         holders: the peers that hold parts of it; only these may own it.
         flops: FLOPs to orthogonalize it.
         elements: elements that its owner gathers.
-        home: the only peer with its momentum; None if several peers have parts.
+        home: the only peer with its momentum, if any (`Entry.momentum_holder`).
     """
 
     unit: Unit

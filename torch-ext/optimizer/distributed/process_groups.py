@@ -40,8 +40,8 @@ def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function
 
     Before ``init_process_group``, ``torch.distributed.group.WORLD`` is None and would mean no
     group. So if torchrun has started ranks but no process group is initialized, the function raises
-    ValueError for an explicit None. None is fine in a single process, and the argument may always
-    be omitted.
+    ValueError for an explicit None. None is fine in a single process, and omitting the argument
+    always is.
     """
 
     def decorate(function: _Function) -> _Function:

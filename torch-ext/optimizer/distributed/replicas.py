@@ -71,7 +71,7 @@ class Replicas:
     def difference(
         self, params: Iterable[tuple[str, Tensor, Optional[Tensor]]], averaged: bool
     ) -> Optional[str]:
-        """Describes the first weight or gradient that differs between ranks, or state that should.
+        """Describes the first weight or gradient that differs, or state that should but doesn't.
 
         All ranks return the same text, or None if all is well. Each rank should have different rows
         of state; if two ranks have the same, both have loaded the shard that one rank saved. The

@@ -319,7 +319,7 @@ def _part(term: str, find: SizeOf) -> Part:
 
 
 def _weight_name(info: ParamInfo) -> str:
-    """Returns a weight's name: ``qkv`` of ``attention.qkv.weight``, also in parametrizations."""
+    """Returns a weight's name: ``qkv`` of ``attention.qkv.weight``, even in parametrizations."""
     *above, layer, attribute = ["", *owning_components(info.name)]
     if is_wrapped(info):
         layer = above[-1]

@@ -251,7 +251,7 @@ def _is_in_a_layer(info: ParamInfo) -> bool:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    """Returns True for ``nn.Sequential`` itself, also after fully_shard, which subclasses it."""
+    """Returns True for ``nn.Sequential`` itself, even after fully_shard, which subclasses it."""
     return type(module).__name__ in ("Sequential", "FSDPSequential")
 
 

@@ -117,8 +117,8 @@ class Stateful(torch.optim.Optimizer):
     def is_broken(self) -> bool:
         """True if weights and state don't belong to the same step.
 
-        This is the case after a `step` or a load failed partway, or after `discard_state`. To
-        recover, call `load_state_dict` or, after a step, `accept_partial_step`.
+        This is the case after a failed `step` or load, or after `discard_state`. To recover, call
+        `load_state_dict` or, after a step, `accept_partial_step`.
         """
         return self._integrity.is_broken()
 
@@ -435,7 +435,7 @@ class Stateful(torch.optim.Optimizer):
         Without a ``backend``, it does nothing for parameters on the CPU.
 
         Args:
-            slot_bytes: bytes of device memory that the state uses during a step. None is 5 % of the
+            slot_bytes: bytes of device memory that the state uses during a step. None is 5% of the
                 device's state or 512 MiB, whichever is more. A chunk of matrices with more state
                 than this uses as much as it needs.
             backend: makes the copies instead of the device's streams. With a `SimulatedHost` you

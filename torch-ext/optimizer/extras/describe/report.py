@@ -134,10 +134,10 @@ def describe(
 
     A learning rate is judged by how much of its own size a weight moves per step, ``lr · scale ·
     sqrt(3·cols / max(rows, cols))``: an orthogonal matrix has an RMS of 1/sqrt(max(rows, cols)),
-    and torch initializes weights with an RMS of 1/sqrt(3·cols). More than 16 % is too large,
-    because rates known to work stay under 15 %. Less than 0.0002 % is too small with
+    and torch initializes weights with an RMS of 1/sqrt(3·cols). More than 16% is too large, because
+    rates known to work stay under 15%. Less than 0.0002% is too small with
     ``adjust_lr="match_rms_adamw"``, because fine-tuning uses rates down to 1e-6. With the other
-    scales, less than 0.1 % is too small: there, AdamW's 3e-4 would move weights by 0.05 %.
+    scales, less than 0.1% is too small: there, AdamW's 3e-4 would move weights by 0.05%.
 
     Args:
         model: the model as it will be trained, already sharded and wrapped.

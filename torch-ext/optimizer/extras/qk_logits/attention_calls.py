@@ -2,8 +2,8 @@
 
 While a forward pass is recorded, functions that report their arguments replace
 `F.scaled_dot_product_attention` and `flex_attention` in torch's modules. A torch function mode
-would see calls by any name, but Dynamo would trace through it all that is compiled within a forward
-pass, which fails for some of torch's methods.
+would see calls by any name, but Dynamo traces it into whatever is compiled within a forward pass,
+which fails for some of torch's methods.
 """
 
 from __future__ import annotations

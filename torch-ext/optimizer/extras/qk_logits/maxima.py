@@ -84,7 +84,7 @@ def max_qk_logits(
         k: keys (B, Hk, Tk, D) with the same dtype. Hq is a multiple of Hk, and query head h reads
             key head h // (Hq / Hk).
         scale: scale of the logits; None is 1/sqrt(D + R).
-        causal: True if query i uses only keys j ≤ i. Both count from 0, also if Tq ≠ Tk, as with
+        causal: True if query i uses only keys j ≤ i. Both count from 0, even if Tq ≠ Tk, as with
             ``is_causal`` of torch's ``scaled_dot_product_attention``. For queries at the end of
             longer keys, pass causal=False and a mask. Blocks above the diagonal aren't computed.
         q_rope: a second part of the queries (B, Hq, Tq, R), as in multi-head latent attention.
@@ -106,7 +106,8 @@ def max_qk_logits(
         Maxima (Hq,) on q's device, in fp32, or fp64 for fp64 inputs.
 
     Raises:
-        ValueError: shapes, dtypes, or devices that don't fit, or DTensors; the message names it.
+        ValueError: shapes, dtypes, or devices that don't fit, or DTensors. The message names the
+            argument.
     """
     is_one = document_ids is None or isinstance(document_ids, Tensor)
     ids = (document_ids, document_ids) if is_one else tuple(document_ids)  # type: ignore[arg-type]

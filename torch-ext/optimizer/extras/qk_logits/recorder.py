@@ -159,7 +159,7 @@ class QKLogitRecorder:
             modules after the call that follows `remove`.
 
         Raises:
-            ValueError: attention of a module wasn't seen, not understood, or raised while
+            ValueError: attention of a module was missed or not understood, or raised while
                 recording. Everything recorded is dropped.
         """
         self._leave_all()

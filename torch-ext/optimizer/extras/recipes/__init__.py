@@ -189,7 +189,7 @@ def nanochat(
 
 
 def _arguments(recipe: str, model: nn.Module, **given: Any) -> dict[str, Any]:
-    """Arguments of `Muon` from a recipe in published.json and the ``given`` values but None.
+    """Arguments of `Muon` from a recipe in published.json and the ``given`` values except None.
 
     A value "config.x" stands for ``x`` of the model's config. The keys ``parts`` and ``split``
     contain components of parameters' names.

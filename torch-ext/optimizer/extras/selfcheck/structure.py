@@ -82,7 +82,7 @@ def find_frozen(names: Sequence[str], total: int, meant: Sequence[str], why: str
 
 
 def find_misread(model: nn.Module, optim: Muon, reference: nn.Module) -> Iterator[Trap]:
-    """Parameters that the optimizer reads as other matrices than the model holds, and the traps of
+    """Parameters that the optimizer reads as matrices other than the model's, and the traps of
     `describe`: about replicas and flat parameters in the sharded model, and about all else in the
     unsharded model, whose modules still have their full sizes."""
     views = {id(p): view for view in optim._read_groups() for p in view.params}
