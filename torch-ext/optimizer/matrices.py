@@ -1,4 +1,4 @@
-"""Reads a stored tensor as matrices: stacked experts, ``split`` and flattened dimensions."""
+"""Reads a stored tensor as matrices: stacked experts, ``split``, and flattened dimensions."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class Muon(Stateful):
             lr: learning rate of the matrices.
             adamw_lr: learning rate of all other parameters; None uses ``lr``.
             weight_decay: decoupled weight decay of both algorithms.
-            per_head: True orthogonalizes each head of query, key and value projections separately.
+            per_head: True orthogonalizes each head of query, key, and value projections separately.
                 Projections whose head size is unknown stay whole, with one warning.
             expert_keys: name components that mark stacked experts; "auto" finds them.
             split: how to split tensors into matrices. "auto" finds the splits; a mapping from name

@@ -118,7 +118,7 @@ def keller_jordan(
     process_group: Any = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their variants.
+    """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam``, and their variants.
 
     Averaged momentum, the coefficients ``"quintic"``, and the scale sqrt(max(1, rows/cols)).
     Missing gradients count as zeros. Convolutions are read as (out, rest) and have their own group:
@@ -232,7 +232,7 @@ def dion(
         mu: momentum.
         betas: AdamW's.
         epsilon: AdamW's eps, and Muon's ``ns_eps_absolute``.
-        adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
+        adjust_lr: ``"spectral_norm"``, ``"rms_norm"``, or None.
         flatten: True reads tensors with more than two dimensions as (dim 0, rest). Without it, the
             source reads them as stacked matrices; here, name those in ``expert_keys``.
         use_triton: has no effect; Triton kernels are used wherever they run.
@@ -338,10 +338,10 @@ def emerging_optimizers(
     ``"quintic"``.
 
     Args:
-        params: tensors, or groups with ``lr``, ``momentum`` and ``weight_decay``.
+        params: tensors, or groups with ``lr``, ``momentum``, and ``weight_decay``.
         fp32_matmul_prec, use_syrk: have no effect; ``ns_dtype`` of `Muon` sets the precision.
         coefficient_type: ``"simple"``, ``"quintic"``, ``"polar_express"`` (eight triples of its
-            own), ``"cans"``, ``"cubic5"`` or ``"deepseekv4"``.
+            own), ``"cans"``, ``"cubic5"``, or ``"deepseekv4"``.
         num_ns_steps: iterations.
         scale_mode: ``"spectral"`` is ``sqrt(max(rows, cols))``, ``"shape_scaling"`` is
             ``sqrt(max(1, rows/cols))``, and ``"unit_rms_norm"`` is ``sqrt(rows/cols)``.
@@ -352,7 +352,7 @@ def emerging_optimizers(
     Raises:
         ValueError: an unsupported ``weight_decay_method`` or ``weight_update_hook``;
             ``coefficient_type`` ``"aol"``, which flips the largest singular values in the source,
-            or ``"custom"``; or more steps than ``"quintic"``, ``"cubic5"`` or ``"cans"`` have
+            or ``"custom"``; or more steps than ``"quintic"``, ``"cubic5"``, or ``"cans"`` have
             coefficients. The source then repeats them, or the last one, which diverges in 16-bit
             arithmetic.
     """
@@ -427,7 +427,7 @@ class MuonAdamW(Muon):
         version: version of nanochat's formulas, ``"2026-02"`` or ``"2026-07"``.
         options: further options of `Muon`, such as ``ns_dtype``.
 
-    Unlike nanochat, it doesn't round the learning rate, decay and betas to the parameters' dtype,
+    Unlike nanochat, it doesn't round the learning rate, decay, and betas to the parameters' dtype,
     and keeps a separate momentum buffer for each matrix.
 
     Raises:

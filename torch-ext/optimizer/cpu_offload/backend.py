@@ -18,7 +18,7 @@ COMPUTE, IN, OUT = "compute", "in", "out"
 
 
 class Backend:
-    """Copies, events and memory of an accelerator; streams for copies are created on first use."""
+    """Copies, events, and memory of an accelerator; streams for copies are created on first use."""
 
     hosts_parameters = False  # True if CPU parameters count as an accelerator's, in host memory
 

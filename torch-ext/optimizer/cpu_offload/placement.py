@@ -63,7 +63,7 @@ class CPUOffload:
         return self._devices[device]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only the user's settings: memory, streams and a backend belong to one process."""
+        """Only the user's settings: memory, streams, and a backend belong to one process."""
         return {key: vars(self)[key] for key in ("is_on", "_slot_bytes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -296,7 +296,7 @@ def _digest_of_notes(notes: Mapping[Ranks, StepNotes]) -> int:
 
 
 def _find_problem(details: Mapping[int, Sequence[Any]], have_changed: bool) -> Optional[str]:
-    """Explains why a union can't step, from each rank's error, sets and notes.
+    """Explains why a union can't step, from each rank's error, sets, and notes.
 
     Returns None if sets have changed consistently: then ranks compare again with the new sets,
     which also reports any rank's error.

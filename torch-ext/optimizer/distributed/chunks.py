@@ -194,7 +194,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Matrices that are gathered, orthogonalized and scattered together, as one rank sees them.
+    """Matrices that are gathered, orthogonalized, and scattered together, as one rank sees them.
 
     This rank's pieces lie in two buffers: the input of orthogonalization that it sends, and the
     updates that it receives. Without slots, a buffer starts with this rank's pieces of the units it

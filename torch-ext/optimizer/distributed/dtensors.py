@@ -112,7 +112,7 @@ def facts_of(params: Sequence[Any]) -> list[tuple]:
             p.requires_grad,
             getattr(p, "grad_dtype", p.dtype) if p.is_leaf else p.dtype,
             p.device,
-            # A DTensor's spec has strides, mesh and placements.
+            # A DTensor's spec has strides, mesh, and placements.
             p._spec if isinstance(p, DTensor) else p.stride() if p.layout is strided else p.layout,
         )
         for p in params

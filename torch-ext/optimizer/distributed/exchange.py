@@ -68,8 +68,7 @@ class Exchange:
         self._start(self.inputs[kept:], self._gathered, self.chunk.gather)
 
     def finish_gather(self) -> None:
-        """Waits for the input of the units that this rank owns, and allocates buffers for
-        updates."""
+        """Waits for the input of the units that this rank owns; allocates buffers for updates."""
         self._wait()
         chunk, scatter = self.chunk, self.chunk.scatter
         if not chunk.in_place:

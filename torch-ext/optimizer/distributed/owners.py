@@ -111,7 +111,7 @@ def into_chunks(
     chunks: list[dict[int, list[Unit]]] = []
     ended: list[Ended] = []
     total = largest = costliest = 0
-    gathered: dict[int, list[int]] = {}  # by owner: elements, FLOPs and matrices in the last chunk
+    gathered: dict[int, list[int]] = {}  # by owner: elements, FLOPs, and matrices in the last chunk
     for candidate, owner in owned:
         unit, _, flops, elements, _ = candidate
         so_far = gathered.get(owner, [0, 0, 0])

@@ -137,8 +137,8 @@ class Planner:
         # By peers: entry, holder, and FLOPs of each unit that one of the peers holds whole.
         self.whole_flops: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
         self.whole_on_peers: list[tuple[Unit, int]] = []
-        self.matrix_flops: dict[tuple, int] = {}  # by entry, rows and columns
-        # Units of an expert, by matrices, sharding and peers.
+        self.matrix_flops: dict[tuple, int] = {}  # by entry, rows, and columns
+        # Units of an expert, by matrices, sharding, and peers.
         self.expert_units: dict[tuple, list[tuple[Block, Region, tuple[int, ...]]]] = {}
         with _without_collection():
             for number, entry in enumerate(self.entries if has_lanes else ()):

@@ -76,7 +76,7 @@ class Summary:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table, in sections by algorithm, dtype and placement.
+    """The lines of a table, in sections by algorithm, dtype, and placement.
 
     These three stand once above their parameters, because they would be the widest columns. A name
     that leaves no room for the other columns gets its own line.

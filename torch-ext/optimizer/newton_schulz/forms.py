@@ -1,6 +1,6 @@
 """Chooses how matrices of a shape are iterated: standard or Gram form, restarts, products, dtype.
 
-The choice depends only on shape, dtypes and device type, never on batch or mesh: a matrix follows
+The choice depends only on shape, dtypes, and device type, never on batch or mesh: a matrix follows
 the same path on every layout.
 """
 

@@ -1,6 +1,6 @@
 """Maps other optimizers' names of options to `Muon`'s, and suggests options for unknown names.
 
-The constructor, group keys, presets and `describe` all use this table.
+The constructor, group keys, presets, and `describe` all use this table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BY_GROUP = "as groups with use_muon, which presets.moonlight makes"
 
 # By another optimizer's name: the option and a note, or None and what to do instead.
 ALIASES: dict[Any, tuple[Optional[str], str]] = {
-    # torch.optim.AdamW, Adam and SGD
+    # torch.optim.AdamW, Adam, and SGD
     "betas": _BETAS,
     "eps": _EPS,
     "fused": (None, "leave it out: AdamW is fused by itself"),

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Optional
 
-# Components that torch.compile, activation checkpointing and FSDP1 insert anywhere in names.
+# Components that torch.compile, activation checkpointing, and FSDP1 insert anywhere in names.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _NOT_IN_STATE_DICTS = WRAPPERS - {"_orig_mod"}
 

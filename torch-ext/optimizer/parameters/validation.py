@@ -1,4 +1,4 @@
-"""Checks groups, keys, parameters and gradients, and warns about likely mistakes.
+"""Checks groups, keys, parameters, and gradients, and warns about likely mistakes.
 
 Checks change nothing. They raise ValueError with the parameter's name, the problem, and what to do.
 """

@@ -75,7 +75,7 @@ def read_config(clip_config: Any) -> ClipConfig:
     """Reads ``clip_config``: options for all layers, or a mapping from layers to options or None.
 
     Raises:
-        ValueError: an option is unknown, missing or wrong.
+        ValueError: an option is unknown, missing, or wrong.
     """
     if not isinstance(clip_config, Mapping):
         raise ValueError(

@@ -190,7 +190,7 @@ def _projections(
     groups: Sequence[Group], kinds: Collection[Any]
 ) -> Iterator[tuple[str, Projection]]:
     """Yields (FQN of the owner, projection) for ``kinds``: modules of these names with a weight and
-    a bias, or parameters named like ``wq``, ``wq_weight`` and ``wq_bias``."""
+    a bias, or parameters named like ``wq``, ``wq_weight``, and ``wq_bias``."""
     longest_first = sorted(map(re.escape, map(str, kinds)), key=len, reverse=True)
     pattern = re.compile(
         rf"(?:(.*)\.)?({'|'.join(longest_first)})(?:(?:\.\d+)*[._](weight|bias))?(?:\.\d+)*"

@@ -32,7 +32,7 @@ _SHARE_OF_STACKS = 0.01
 class Undecided(NamedTuple):
     """A parameter that is left to AdamW although it may be Muon's."""
 
-    kind: str  # "stack", "pair", "head" or "fused"
+    kind: str  # "stack", "pair", "head", or "fused"
     name: str
     what: str  # what the parameter holds, or may be
     write: str  # the argument of `Muon.for_model` that decides

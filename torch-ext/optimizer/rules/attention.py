@@ -1,4 +1,4 @@
-"""Finds the head size of query, key and value projections, for ``per_head``.
+"""Finds the head size of query, key, and value projections, for ``per_head``.
 
 The size, or a number of heads, comes from the attention module or the config. A config's values
 must fit the rows. Rows alone are never enough.
@@ -97,7 +97,7 @@ def _sizes(
     dim: Optional[int],
     value_dim: Optional[int],
 ) -> dict[str, int]:
-    """Returns the rows of one head of queries, keys and values; empty if sizes don't fit the rows.
+    """Returns the rows of one head of queries, keys, and values; empty if sizes don't fit the rows.
 
     Heads of queries and keys have the same size, and there are as many of keys as of values.
     """

@@ -1,4 +1,4 @@
-"""Decides which parameters get Muon and which AdamW: by dimensions, name and module."""
+"""Decides which parameters get Muon and which AdamW: by dimensions, name, and module."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _judge(
         return False, "no linear map, by name"
     is_weight = attribute == "weight" and not name.endswith(".original0")
     if param.ndim == 2 and 1 in param.shape and not is_weight:
-        return False, "vector"  # magnitudes, tokens or scales: only a layer's weight may be (1, n)
+        return False, "vector"  # magnitudes, tokens, or scales: only a layer's weight may be (1, n)
     if param.is_complex():
         return False, "complex"
     if param.ndim == 2:

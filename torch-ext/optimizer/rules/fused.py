@@ -1,7 +1,7 @@
 """Finds weights that hold several matrices in one tensor, such as QKV, and where each one is.
 
 A weight's name shows that it is fused. The order of its rows follows from the class, or else from
-convention: Q, K, and V one below the other. Sizes come from the config, the modules or the shape,
+convention: Q, K, and V one below the other. Sizes come from the config, the modules, or the shape,
 and count only if they add up to the rows. `attention` finds the heads.
 """
 
@@ -45,7 +45,7 @@ from .modules import (
 _BY_HEAD = {"query_key_value", "linear_qkv"}
 _BY_HEAD_CLASSES = ("MiniMax", "InternLM2")
 _CODEGEN_SHARDS = 4  # CodeGen's rows come from this many devices, each with Q, V, and K
-# Queries, keys and values.
+# Queries, keys, and values.
 _QKV = {"qkv", "qkv_proj", "qkv_linear", "to_qkv", "in_proj_qkv", "c_attn", "wqkv", "Wqkv"}
 _QKV |= _BY_HEAD
 _HOLDS = "Q, K and V"

@@ -53,9 +53,9 @@ def get_default_muon_param_groups(
             and biases, into their own group without weight decay.
         convolutions: True gives Muon the convolutions with more than four input and output channels
             too, as matrices (first dimension, all the rest): its group gets ``flatten=True``.
-        per_head: True splits query, key and value projections by head, and Muon orthogonalizes each
-            head separately: its group gets a ``split``. Head sizes come from the modules and their
-            config. Projections whose head size is unknown stay whole, with one warning.
+        per_head: True splits query, key, and value projections by head, and Muon orthogonalizes
+            each head separately: its group gets a ``split``. Head sizes come from the modules and
+            their config. Projections whose head size is unknown stay whole, with one warning.
 
     Raises:
         ValueError: ``model`` isn't a module, or FSDP1 has flattened its parameters.

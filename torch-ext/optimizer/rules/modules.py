@@ -82,7 +82,7 @@ class Decision:
         name: FQN of the parameter, without wrappers' components.
         key: FQN of the parameter in the model's ``state_dict()``.
         param: the parameter.
-        algorithm: ``"Muon"``, ``"AdamW"`` or ``"frozen"``.
+        algorithm: ``"Muon"``, ``"AdamW"``, or ``"frozen"``.
         reason: a few words on why.
     """
 

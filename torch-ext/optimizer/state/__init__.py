@@ -1,1 +1,1 @@
-"""Optimizer state: which tensors a parameter has, how they are created, checked and loaded."""
+"""Optimizer state: which tensors a parameter has, how they are created, checked, and loaded."""

@@ -521,7 +521,7 @@ class Bound:
         return Load(columns)
 
     def _weights_load(self, chunk: BoundChunk) -> Load:
-        """The load of a chunk's weights event: second moments, residuals and weights, in the order
+        """The load of a chunk's weights event: second moments, residuals, and weights, in the order
         in which `pipeline.update_weights` asks for them."""
         columns = []
         for pieces in (pieces for span in chunk.weights for pieces in span.pieces):

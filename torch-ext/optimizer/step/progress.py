@@ -16,7 +16,7 @@ class Progress:
 
     Attributes:
         is_running: True once the step's events have begun; an interrupt may come at any line.
-        has_written: True if parameters, gradients or state may have changed.
+        has_written: True if parameters, gradients, or state may have changed.
         has_exchanged: True once the last updates from other ranks have arrived.
     """
 

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels that a plan needs, before ranks compare notes and before any write.
 
-Triton compiles a kernel at its first launch, which needs a C compiler, Python's headers and a
+Triton compiles a kernel at its first launch, which needs a C compiler, Python's headers, and a
 device that fits the tiles. If that fails, it must fail here, not in the middle of a step.
 """
 
@@ -53,7 +53,7 @@ def warm_up(plan: Plan, groups: Sequence[Group]) -> None:
                     _orthogonalize_batch(lane.device, lane.wire, recipe, shape)
     except torch.OutOfMemoryError:
         raise  # only a smaller model helps, not the advice below
-    except Exception as error:  # from Triton, the compiler or the driver
+    except Exception as error:  # from Triton, the compiler, or the driver
         raise RuntimeError(
             f"Triton's kernels can't be launched here ({triton_kernels.first_line_of(error)}). "
             f"{triton_kernels.NEEDS}; to run without them, set Muon(..., triton=False) on all ranks"

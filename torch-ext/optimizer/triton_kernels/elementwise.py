@@ -3,7 +3,7 @@
 `core` defines what they compute; `tests/test_triton_elementwise.py` compares both.
 
 Every operation is rounded separately: launches forbid the compiler to fuse products with sums
-(`_LAUNCH`), which it would do for some kernels, tiles and vector widths only. So an element gets
+(`_LAUNCH`), which it would do for some kernels, tiles, and vector widths only. So an element gets
 the same bits at any position, and ranks with different layouts agree.
 """
 
@@ -305,7 +305,7 @@ def _cut(layout: tuple, by_slices: bool) -> Optional[tuple[Tiling, int, int]]:
     Returns None if there are more than three dimensions even after merging.
 
     Args:
-        layout: shape, strides and dtype of each tensor; shapes broadcast to the first one.
+        layout: shape, strides, and dtype of each tensor; shapes broadcast to the first one.
     """
     shape = layout[0][0]
     expanded = [_expanded(shape, *tensor[:2]) for tensor in layout]
@@ -346,7 +346,7 @@ def _expanded(shape: Shape, sizes: Shape, strides: Shape) -> Shape:
     return (*[0] * added, *(0 if size == 1 < whole else step for size, step, whole in own))
 
 
-# Arguments that begin with a capital letter, and ``out``, ``factor`` and ``residual``, are tuples
+# Arguments that begin with a capital letter, and ``out``, ``factor``, and ``residual``, are tuples
 # of addresses, and ``counters`` is a tuple of numbers (see `Launch`); strides are tuples of three.
 # A program handles one tile of one item. Offsets have 64 bits, for more than 2^31 elements.
 

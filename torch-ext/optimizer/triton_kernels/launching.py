@@ -1,6 +1,6 @@
 """Launches kernels: chooses their tiles, and caches compiled kernels.
 
-Tiles of products depend only on dtype, sizes and device: they come from measurements on the device
+Tiles of products depend only on dtype, sizes, and device: they come from measurements on the device
 (`MEASURED`), or else from a heuristic (`RULES`). Nothing is timed during training.
 """
 
@@ -62,7 +62,7 @@ def launch(
 
 
 def layout_of(argument: Any) -> Any:
-    """Returns what Triton specializes on, for a tensor, an integer, a float or None."""
+    """Returns what Triton specializes on, for a tensor, an integer, a float, or None."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
@@ -75,7 +75,7 @@ class CompileTarget(NamedTuple):
 
     device: str  # its name, such as "NVIDIA H200"
     architecture: str  # "sm_90", "gfx942", …; "xpu"; "interpreter"
-    backend: str  # "cuda", "hip", "xpu" or "interpreter"
+    backend: str  # "cuda", "hip", "xpu", or "interpreter"
     processors: int  # streaming multiprocessors or compute units
 
 

@@ -1,6 +1,6 @@
 """Computes one half of a symmetric product, in tiles, and mirrors it.
 
-The products XXᵀ, bA + cA² and αAB + βC (if A, B and C commute) are symmetric in exact arithmetic,
+The products XXᵀ, bA + cA², and αAB + βC (if A, B, and C commute) are symmetric in exact arithmetic,
 but a general product may round entries (i, j) and (j, i) differently. Here they are one number,
 stored twice, so results are symmetric bit for bit.
 """
@@ -37,11 +37,11 @@ def symmetric_product(
     and doesn't synchronize.
 
     Args:
-        A, B: fp16, bf16 or fp32, both of the same dtype, with any strides; may be the same tensor.
-        C: fp16, bf16 or fp32, any strides. Not read if beta is 0; entries below its diagonal are
+        A, B: fp16, bf16, or fp32, both of the same dtype, with any strides; may be the same tensor.
+        C: fp16, bf16, or fp32, any strides. Not read if beta is 0; entries below its diagonal are
             never used. May be A or B. May be ``out`` itself, since a tile reads only those entries
             of C that it writes, and no other tile writes its mirror image there.
-        out: fp16, bf16 or fp32, any strides. Must not share memory with A or B, nor with C unless
+        out: fp16, bf16, or fp32, any strides. Must not share memory with A or B, nor with C unless
             it is C, because some programs write while others read.
         config: tiles to use; None looks them up (`launching.choose`).
 

@@ -9,7 +9,7 @@ from typing import Any, Callable, TypeVar
 
 from .. import summary
 
-LINES = 28  # of the table, which then fits a screen with totals, traps and code
+LINES = 28  # of the table, which then fits a screen with totals, traps, and code
 _LISTED = 3  # lines of names under a trap
 _INDEX = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a component of a name
 _DIGITS = re.compile(r"(\d+)")  # anywhere in a name

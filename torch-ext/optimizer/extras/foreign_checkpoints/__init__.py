@@ -1,4 +1,4 @@
-"""Converts checkpoints of torch, Motif, LlamaFactory, nanochat and Keller Jordan to `Muon`'s.
+"""Converts checkpoints of torch, Motif, LlamaFactory, nanochat, and Keller Jordan to `Muon`'s.
 
 `Muon.load_foreign_state_dict` loads the result. The kinds of state dicts are:
 

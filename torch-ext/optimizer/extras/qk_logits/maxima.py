@@ -71,7 +71,7 @@ def max_qk_logits(
 
     On accelerators with Triton, one kernel launch computes it without extra memory. Elsewhere, and
     with a mask_mod, fp64, a scale that isn't positive, or a ``block_size``, a loop over blocks
-    does. Its memory doesn't depend on B, H or T: about 8 MiB on CPUs and 64 MiB on accelerators,
+    does. Its memory doesn't depend on B, H, or T: about 8 MiB on CPUs and 64 MiB on accelerators,
     unless ``block_size`` is given. TF32, if enabled, applies to its fp32 inputs.
 
     Under ``torch.compile`` it is part of the full graph, even with dynamic shapes. Inside a
@@ -209,7 +209,7 @@ class _Block(NamedTuple):
 
 
 def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, int, int]:
-    """Batch entries, key heads, queries and keys of a block; the last blocks have fewer."""
+    """Batch entries, key heads, queries, and keys of a block; the last blocks have fewer."""
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     device = inputs.q.device.type
     numel = BLOCK_NUMEL.get(device, DEFAULT_BLOCK_NUMEL)

@@ -46,7 +46,7 @@ class QKLogitRecorder:
 
     If a hooked module, or a module below it, calls ``F.scaled_dot_product_attention`` or
     ``torch.nn.attention.flex_attention.flex_attention``, the recorder computes maxima from the
-    call's queries, keys, scale and mask. It sees only calls through torch's modules, not through
+    call's queries, keys, scale, and mask. It sees only calls through torch's modules, not through
     names imported from them, and no compiled ``flex_attention``. If ``flex_attention`` is called
     with ``AuxRequest(max_scores=True)``, the recorder uses its maxima, which cost nothing and
     include any ``score_mod``. Otherwise it ignores a ``score_mod``.
@@ -70,8 +70,8 @@ class QKLogitRecorder:
             and before its first compiled forward pass: Dynamo ignores later hooks.
         modules: patterns for module names: shell-style for whole names, or whole components of
             names. Of nested matches, a pattern means the outermost module. None hooks all modules
-            that own a projection with a usual name (such as wq, q_proj or c_attn), as a module or a
-            parameter, and ``nn.MultiheadAttention``, which needs ``need_weights=False``.
+            that own a projection with a usual name (such as wq, q_proj, or c_attn), as a module or
+            a parameter, and ``nn.MultiheadAttention``, which needs ``need_weights=False``.
 
     Raises:
         ValueError: ``model`` isn't a module, no module has such a projection, or a pattern matches

@@ -34,7 +34,7 @@ def moonlight(model: nn.Module, lr: Any = None) -> dict[str, Any]:
     """Arguments of `Muon` for Moonlight, 16 B parameters (Liu et al. 2025, arXiv:2502.16982).
 
     Muon trains matrices, including routers. AdamW, with the same learning rate and decay (section
-    2.2), trains embeddings, head and norms, whose decay appendix D calls crucial.
+    2.2), trains embeddings, head, and norms, whose decay appendix D calls crucial.
 
     Args:
         model: a model with latent attention, experts, and the names of transformers' DeepSeek-V3.
@@ -74,7 +74,7 @@ def kimi_k3(
 ) -> dict[str, Any]:
     """Arguments of `Muon` for Kimi K3, 2.8 T parameters: Per-Head Muon (arXiv:2607.24653).
 
-    Muon and QK-Clip as in Kimi K2, but each head of query, key and value projections is
+    Muon and QK-Clip as in Kimi K2, but each head of query, key, and value projections is
     orthogonalized separately, in delta attention and in latent attention. AdamW trains embeddings,
     head, vectors, convolutions, and what torchtitan's recipe of Kimi K3 leaves to it: beta,
     residual projections with one row, and the vision tower.
@@ -103,7 +103,7 @@ def glm_5(
 ) -> dict[str, Any]:
     """Arguments of `Muon` for GLM-5, 744 B parameters: Muon Split (arXiv:2602.15763).
 
-    Latent attention's up-projections to queries, keys and values are orthogonalized head by head,
+    Latent attention's up-projections to queries, keys, and values are orthogonalized head by head,
     which kept logits bounded without clipping (section 2.1). The settings are GLM-4.5's.
 
     Args:

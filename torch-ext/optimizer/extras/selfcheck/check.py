@@ -36,7 +36,7 @@ class Report:
 
     Args:
         findings: what to fix, root causes first; empty if all is well. Each has ``kind``, ``what``,
-            ``parameters``, ``why`` and ``write``, as `describe.Trap` does.
+            ``parameters``, ``why``, and ``write``, as `describe.Trap` does.
         facts: what was compared, as text.
     """
 
