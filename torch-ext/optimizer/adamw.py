@@ -257,7 +257,7 @@ def divided_rows(param: Tensor, replicas: Optional[Replicas]) -> Optional[slice]
 def _lie_alike(tensors: Sequence[Tensor]) -> bool:
     """Returns True if all tensors are dense in memory, with the same order of dimensions.
 
-    torch's fused kernel treats tensors as flat arrays; with other layouts it would write wrong
+    torch's fused kernel treats tensors as flat arrays; with another layout it would write the wrong
     elements.
     """
     shape, stride = tensors[0].shape, tensors[0].stride()

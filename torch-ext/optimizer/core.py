@@ -177,8 +177,8 @@ def update_weights(
         updates: U, of the same shapes, in `update_dtype` or wider.
         rate: learning rate times scale, a number or a tensor of one element. The host doesn't read
             a tensor on the weights' device.
-        decay: learning rate times weight decay (and times scale with decay_lr="adjusted"), like
-            ``rate``.
+        decay: learning rate times weight decay (and times scale with decay_lr="adjusted"), a number
+            or a tensor like ``rate``.
         cautious: True to decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
         factors: a factor for each update, which broadcasts to it; None for no factors.
         together: one tensor that contains all updates, if any, to multiply by ``rate`` at once.

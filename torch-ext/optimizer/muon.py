@@ -335,8 +335,8 @@ class Muon(Stateful):
         Raises:
             ValueError: invalid gradients, hyperparameters, or logits; or ranks would do different
                 things. The parameters and their state are unchanged.
-            RuntimeError: a rank didn't arrive; or this step or an earlier one failed after this
-                rank or another one might have changed something: load a checkpoint, or call
+            RuntimeError: a rank didn't arrive. Or this step or an earlier one failed after some
+                rank might already have changed something: then load a checkpoint, or call
                 `accept_partial_step`.
         """
         loss = None

@@ -13,9 +13,9 @@ is in host memory, `Step.on_device` copies an event's tensors to the device. doc
 explains the terms.
 
 In traces of torch.profiler, events are named ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights``, and ``Muon.adamw``, and the comparison before a step is ``Muon.agree``. Each of
-them enters a new `record_function` context. A decorator would share one record among all threads,
-so it isn't used.
+``Muon.weights``, and ``Muon.adamw``, and the comparison before a step ``Muon.agree``. Each enters a
+new `record_function` context. A decorator would share one record among all threads, so it isn't
+used.
 """
 
 from __future__ import annotations

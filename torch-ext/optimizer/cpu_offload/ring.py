@@ -201,7 +201,7 @@ class Ring:
             load.copy_in(self._backend, self._memory_of(load))
 
     def _make_room(self, load: Load) -> bool:
-        """Places the next load; returns False while a load that is still needed lies there."""
+        """Places the next load; returns False while a load that is still needed is there."""
         load.start = self._head if self._head + load.nbytes <= self._memory.numel() else 0
         if any(map(load.overlaps, self._arriving)):
             return False

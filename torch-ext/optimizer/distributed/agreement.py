@@ -253,8 +253,8 @@ def _in_order(sets: Iterable[Ranks]) -> list[Ranks]:
 def _find_union(sets: Sequence[Ranks]) -> _Union:
     """Finds the union of a rank with these sets: in each round, ranks pass on the sets new to them.
 
-    If one set has all ranks, one round is enough. Otherwise there are as many rounds as sets: each
-    round tells any rank that lacks a set about another one. Raises ValueError if a set that one
+    If one set has all ranks, one round is enough. Otherwise there are as many rounds as sets: in
+    each round, any rank that lacks sets learns another one. Raises ValueError if a set that one
     rank reports is missing on another of its members. Only ranks in a set that contains both see
     this; the rest wait until the timeout.
     """

@@ -94,18 +94,18 @@ def into_chunks(
     """Cuts the list of `give_away` into chunks, each a mapping from sorted owners to units.
 
     An owner may gather more than ``most`` elements, up to the size of the chunk's largest unit, if
-    it does no more FLOPs than the costliest unit needs: while one owner has a large matrix, others
-    may have several small ones.
+    its FLOPs don't exceed the costliest unit's: while one owner has a large matrix, others may have
+    several small ones.
 
     A unit that would begin a chunk joins an earlier one instead if its owner gathers less there
-    than the average owner, and does fewer FLOPs than the costliest unit needs. Otherwise small
+    than the average owner, and its FLOPs don't exceed the costliest unit's. Otherwise small
     matrices of only a few owners would fill chunks in which all others wait. Chunks limited by
     ``most_shared`` or ``most_matrices`` have no such room.
 
     Args:
         owned: as `give_away` returns it.
-        most: maximum elements that an owner gathers in a chunk, unless one unit has more.
-        most_shared: maximum elements that all owners together gather in a chunk; None for no limit.
+        most: maximum number of elements that an owner gathers in a chunk, unless one unit has more.
+        most_shared: maximum number of elements that all owners gather together; None for no limit.
         most_matrices: maximum number of an owner's matrices in a chunk; None for no limit.
     """
     chunks: list[dict[int, list[Unit]]] = []

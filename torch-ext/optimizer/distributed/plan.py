@@ -34,8 +34,8 @@ class Lane(Channel):
     Args:
         chunks: the chunks, in order.
         in_flight: maximum number of chunks in flight at once.
-        units: for each chunk, its units, each with its owner (an index in ``peers``); the same on
-            all.
+        units: for each chunk, its units, each with its owner (an index in ``peers``); equal on all
+            peers.
         digest: a hash of the units and their owners; equal on all peers.
     """
 
@@ -58,8 +58,8 @@ class Plan:
         rank: global rank that the plan is for.
         entries: Muon's parameters; units refer to them by number.
         lanes: lanes with traffic, in the order in which all ranks go through them.
-        local_lanes: lanes without traffic. Units without a gradient stay in them, but steps skip
-            these.
+        local_lanes: lanes without traffic. Units without a gradient stay in them, but the step
+            skips these.
         whole_on_peers: the units held whole by a single other peer, each with that peer's global
             rank; only summaries use them.
     """

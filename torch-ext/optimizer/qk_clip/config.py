@@ -67,7 +67,7 @@ class LayerConfig:
     row_map: Mapping[str, str]
 
 
-# By a layer's number or the beginning of its name; None stands for all layers without a key.
+# By a layer's number or the beginning of its name; None stands for layers without their own key.
 ClipConfig = Mapping[Optional[LayerKey], Optional[LayerConfig]]
 
 

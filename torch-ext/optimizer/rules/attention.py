@@ -164,7 +164,7 @@ def is_wrapped(info: ParamInfo) -> bool:
 
 
 def heads_of(info: ParamInfo, rows: int, queries: Optional[int] = None) -> Optional[int]:
-    """Returns the number of heads in these rows of keys or values, from the attention's sizes.
+    """Returns the number of heads in ``rows`` rows of keys or values, from the attention's sizes.
 
     Args:
         queries: rows of the queries; None means the rows of the projection next to the parameter.

@@ -117,8 +117,8 @@ class Stateful(torch.optim.Optimizer):
     def is_broken(self) -> bool:
         """True if weights and state don't belong to the same step.
 
-        This is the case after a failed `step` or load, or after `discard_state`. To recover, call
-        `load_state_dict` or, after a step, `accept_partial_step`.
+        This is the case after a `step` or a load failed partway, or after `discard_state`. To
+        recover, call `load_state_dict` or, after a step, `accept_partial_step`.
         """
         return self._integrity.is_broken()
 

@@ -129,7 +129,7 @@ class StateStore:
     def drop_departed(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
         """Drops the state of parameters that have left the groups, if it is all zeros.
 
-        A trainer may call `state_dict`, which creates state, before it replaces parameters by
+        A trainer may call `state_dict`, which creates state, before it replaces parameters with
         shards. That state would keep the whole model in memory.
         """
         current = {id(param) for param in params}

@@ -72,7 +72,7 @@ def find_unmatched(
 
 
 def find_frozen(names: Sequence[str], total: int, meant: Sequence[str], why: str) -> Iterator[Trap]:
-    """Parameters that aren't trained and not listed as ``meant``."""
+    """Parameters that are neither trained nor listed as ``meant``."""
     patterns = {*meant, *map(normalize_name, meant)}
     names = [name for name in names if not any(matches(name, pattern) for pattern in patterns)]
     if names:
