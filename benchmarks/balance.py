@@ -51,7 +51,7 @@ Shape = tuple[int, ...]
 
 
 def shapes_of(model: str) -> list[Shape]:
-    """Of Muon's parameters."""
+    """Shapes of Muon's parameters."""
     return [tuple(weight.shape) for weight in weights_of(MODELS[model]) if weight.muon]
 
 
@@ -217,7 +217,7 @@ def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
 
 
 def staged_bytes(lane: Any) -> int:
-    """Of the largest chunk: what a rank sends, and what the busiest owner gathers."""
+    """Size of the largest chunk: what a rank sends, and what the busiest owner gathers."""
     staged = []
     for owned in lane.units:
         gathered = [0] * len(lane.peers)

@@ -85,7 +85,7 @@ class CountedStore(dist.Store):
 
 @dataclass
 class Cost:
-    """Of one rank."""
+    """What one rank uses, and its times."""
 
     sockets: int
     threads: int
@@ -179,7 +179,7 @@ def _threads() -> int:
 
 
 def costs(exchange: str, ranks: int, steps: int) -> list[Cost]:
-    """Of all ranks, in processes that are started for it."""
+    """Results of all ranks, in processes started for this measurement."""
     context = multiprocessing.get_context("fork")  # of a process without threads, which imported
     server = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     pipes, processes = [], []

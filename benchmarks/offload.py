@@ -188,7 +188,7 @@ MEASURED = (
 
 
 def difference(samples: Sequence[float], others: Sequence[float]) -> float | None:
-    """Of the least of both; None where the rounds do not agree on its sign."""
+    """Difference between the two minima; None if the rounds disagree on its sign."""
     found = min(samples) - min(others)
     agree = sum((one - other) * found > 0 for one, other in zip(samples, others, strict=True))
     return found if agree >= SURE * len(samples) else None
@@ -279,7 +279,7 @@ def tell_simulation(model: str, options: argparse.Namespace, simulated: Machine)
 
 
 def tell_host_cost(options: argparse.Namespace) -> None:
-    """Of a step of small matrices, planned for as an accelerator's."""
+    """Host time of a step of small matrices, planned as for an accelerator."""
     shapes: Shapes = [(f"layers.{number}.weight", (16, 16)) for number in range(SMALL_MATRICES)]
     clocks, cpu = Clocks(Machine()), torch.device("cpu")
     optimizers = {}

@@ -246,7 +246,7 @@ class Comparison:
 
 
 def last_loss(train_at: Callable[[Rates, int], Curve], rates: Rates) -> float:
-    """Of seed 0, which chooses the rates."""
+    """Last loss of seed 0, which chooses the rates."""
     return last(train_at(rates, 0))
 
 

@@ -142,7 +142,7 @@ def divide(ranks: int, weight: Tensor) -> None:
 
 
 def forward_of_all(experts: Experts, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """Of the tokens of each expert, (E, tokens, D), of all ranks, on those that hold it."""
+    """Forward pass of all ranks' tokens for each expert, (E, tokens, D), on the ranks with it."""
     ranks, tokens = dist.get_world_size(group), x.shape[1]
     dist.all_reduce(most := torch.tensor(tokens), dist.ReduceOp.MAX, group=group)
     x = F.pad(x, (0, 0, 0, int(most) - tokens)).unflatten(0, (ranks, -1))  # (P, E / P, most, D)

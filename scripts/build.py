@@ -133,7 +133,7 @@ def copy_package(package: Path, variant: Path, suffixes: Sequence[str]) -> None:
 
 
 def is_taken(path: str, suffixes: Sequence[str]) -> bool:
-    """Whether a build takes this file of the package; the Hub's builder may leave an _ops.py."""
+    """True if a build includes this file of the package; the Hub's builder may leave an _ops.py."""
     return path != "_ops.py" and PurePosixPath(path).suffix.lstrip(".") in suffixes
 
 
@@ -161,7 +161,7 @@ def commit_of(source: Path) -> str | None:
 
 
 def is_dirty(source: Path, commit: str) -> bool:
-    """Whether a build of `source` takes other files than one of the commit, or other contents.
+    """True if a build of `source` differs from a build of the commit, in files or contents.
 
     Contents are compared, since `git status` passes over files that git ignores, and over those
     that it was told to take for unchanged.

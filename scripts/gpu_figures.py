@@ -160,7 +160,7 @@ PICTURES: dict[str, tuple[str, Callable[..., str], list[Panel]]] = {
 
 
 def files_of(name: str) -> list[str]:
-    """Of a picture, in the light and in the dark theme."""
+    """Names of a picture's files, in the light and in the dark theme."""
     return [f"{name}-{theme}.png" for theme in ("light", "dark")]
 
 

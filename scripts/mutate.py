@@ -87,7 +87,7 @@ class Source:
         return self._of(self.tree)
 
     def runs_at_import(self, line: int) -> bool:
-        """Whether a line is in no function's body, as defaults of arguments are."""
+        """True if a line is outside all function bodies, as defaults of arguments are."""
         functions = (f for f in ast.walk(self.tree) if isinstance(f, ast.FunctionDef))
         return not any(f.body[0].lineno <= line <= (f.end_lineno or 0) for f in functions)
 
@@ -99,7 +99,7 @@ class Source:
         return text[:start] + mutant.after.encode() + text[stop:]
 
     def _of(self, node: ast.AST) -> Iterator[Mutant]:
-        """Of a node and those in it, but for types, messages and docstrings."""
+        """The node and all nodes in it, except types, messages, and docstrings."""
         if isinstance(node, (ast.Raise, ast.JoinedStr)) or _warns(node):
             return
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):

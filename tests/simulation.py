@@ -271,7 +271,7 @@ def _alignment(lane: Any) -> int:
 
 
 def _is_full(buffer: torch.Tensor, lane: Any) -> bool:
-    """Whether all was written but for padding: less than an alignment, up to its multiple."""
+    """True if everything was written except padding, which is shorter than an alignment."""
     undefined = buffer.view(-1, _alignment(lane)) == NONE
     is_suffix = undefined.sort(dim=1).values == undefined
     return bool(is_suffix.all()) and not bool(undefined.all(dim=1).any())

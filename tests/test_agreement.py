@@ -40,7 +40,7 @@ def notes_on(sets: Sets, lines: Any = ("a.weight: (6, 4)",), gradients: Any = ("
 
 
 def decide(shared: Any, notes: Any, error: str | None = None, skip: bool = False) -> Any:
-    """Whether all skip, or what is wrong by the decision of all, in seconds."""
+    """True if all ranks skip, or the problem that they agreed on; found within seconds."""
     start = time.monotonic()
     try:
         return shared.check(notes, error, notes, skip)

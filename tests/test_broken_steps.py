@@ -174,7 +174,7 @@ def are_equal(found: Any, expected: Any) -> bool:
 
 
 def is_marked(training: Training) -> bool:
-    """Whether nothing can be had of it; asking changes nothing."""
+    """True if the optimizer refuses everything; asking changes nothing."""
     optim = training.optim
     if not optim.is_broken:
         optim.state_dict()

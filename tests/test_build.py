@@ -50,7 +50,7 @@ def test_build_toml_is_accepted_and_complete():
 
 
 def accepted_by_nix(flake: Path) -> bool:
-    """Whether Nix takes the lock file for complete, with no network and a store of its own."""
+    """True if Nix accepts the lock file as complete, without a network, in a store of its own."""
     folders = ("NIX_STORE_DIR", "NIX_STATE_DIR", "NIX_LOG_DIR", "NIX_CONF_DIR", "HOME")
     kept = {key: value for key, value in os.environ.items() if not key.startswith("XDG_")}
     own = {name: str(flake.parent / name) for name in folders}

@@ -161,7 +161,7 @@ def test_no_wait_for_what_is_streamed_can_be_left_out(one_thread):
 
 
 def fails(recorder: Recorder, number: int) -> bool:
-    """Whether a step that is to fail at an operation of a number has so many."""
+    """True if a step has enough operations to fail at the given one."""
     training, memory = Training(steps=1, chunk_size=1), recorder.device.memory
     checkpoint = copy.deepcopy(training.optimizer.state_dict())
     resting = memory.now

@@ -100,7 +100,7 @@ def test_algorithms_are_told(param, options, facts):
 
 
 def is_short(cell: str, value: int) -> bool:
-    """Whether a cell has three digits of a number, and a unit."""
+    """True if a cell has a number with three digits, and a unit."""
     digits, _, unit = cell.strip().partition(" ")
     factor = 1000 ** " kMGT".index(unit or " ")
     return float(digits) < 1000 and float(digits) * factor == pytest.approx(value, rel=6e-3)

@@ -272,7 +272,7 @@ def _experts(config: Config) -> int:
 
 
 def _is_sparse(config: Config, layer: int) -> bool:
-    """Whether a layer has routed experts, by DeepSeek's keys and by Qwen's."""
+    """True if a layer has routed experts, by DeepSeek's and Qwen's keys."""
     if not _experts(config) or layer < (config.get("first_k_dense_replace") or 0):
         return False
     if layer % (config.get("moe_layer_freq") or 1):

@@ -46,7 +46,7 @@ def elements_of_all(
 
 
 def _elements(kernel: Any, held: Counter[tuple], ranks: int) -> Ints:
-    """Of tensors by how they lie and by shape, (ranks,)."""
+    """Elements that each rank holds of the given tensors, (ranks,)."""
     numel = kernel.regions.numel
     total = np.zeros(ranks, np.int64)
     for (sharding, shape), times in held.items():

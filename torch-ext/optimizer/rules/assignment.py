@@ -125,7 +125,7 @@ def _stacks(model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]) 
     ]
     if sum(d.param.numel() for d in stacks) < _SHARE_OF_STACKS * trained:
         return []
-    what = "three dimensions, of which the first may count matrices"
+    what = "three dimensions, and the first may count matrices"
     return [
         Undecided("stack", d.name, what, f'expert_keys=["{component_of(d.name)}"]') for d in stacks
     ]
@@ -133,7 +133,7 @@ def _stacks(model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]) 
 
 def _pairs(infos: ParamInfos, decisions: Sequence[Decision]) -> list[Undecided]:
     """Returns gate and up projections with interleaved rows, which no ``split`` can separate."""
-    what = "gate and up projection, row beside row in one tensor"
+    what = "gate and up projection in one tensor, with interleaved rows"
     return [
         Undecided("pair", d.name, what, "storing it as (2, rows, columns)")
         for d in decisions
