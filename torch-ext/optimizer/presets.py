@@ -562,7 +562,7 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
     for key in set(group) - {*_CONTENTS, *valid}:
         instead = _instead(key, sorted(valid))
         raise ValueError(
-            f"param_groups[{number}] has {key!r}, which is no key of such a group of {source}"
+            f"param_groups[{number}] has {key!r}, which isn't a key of such a group in {source}"
             f"{instead}. Set further options of this package, and keys of your own, on the groups "
             "that the preset returns"
         )

@@ -305,7 +305,7 @@ def _refuse_gradient(group: Group, index: int) -> None:
         what = "a gradient" if grad is not None else "missing_grad='zero'"
         raise ValueError(
             f"{name} has {what}, but its memory was freed: make the groups from the parameters "
-            "that the model has outside of its forward; set gradients of idle modules to None"
+            "that the model has outside its forward pass; set gradients of idle modules to None"
         )
     if grad is None:
         return

@@ -107,7 +107,7 @@ def _read(options: Any, where: str) -> Optional[LayerConfig]:
     for key in options:
         if key not in _OPTIONS:
             meant = did_you_mean([str(key)], _OPTIONS) or f": {', '.join(_OPTIONS)}"
-            raise ValueError(f"{where} has {key!r}, which is no option{meant}")
+            raise ValueError(f"{where} has {key!r}, which isn't an option{meant}")
     given = {**_DEFAULTS, **options}
     is_mla = given["is_mla"]
     latent_dims = [key for key in _LATENT_DIMS if given[key] is not None]
