@@ -158,8 +158,8 @@ def decide(
         embedding = embeddings.get(id(param))
         if id(param) in unsharded:
             raise ValueError(
-                f"{name} is unsharded, as fully_shard leaves parameters after a forward pass without "
-                "a backward pass: call reshard() on the module that holds it, to restore its shard"
+                f"{name} is unsharded, as fully_shard leaves parameters after a forward pass alone: "
+                "call reshard() on the module that holds it, to restore its shard"
             )
         if nn.parameter.is_lazy(param):
             raise ValueError(f"{name} has no shape yet: first run the model once, on any batch")
