@@ -158,7 +158,7 @@ def decide(
         embedding = embeddings.get(id(param))
         if id(param) in unsharded:
             raise ValueError(
-                f"{name} is unsharded, as fully_shard leaves parameters after a forward pass alone: "
+                f"{name} is unsharded, as fully_shard leaves it after a forward pass alone: "
                 "call reshard() on the module that holds it, to restore its shard"
             )
         if nn.parameter.is_lazy(param):
