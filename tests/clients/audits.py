@@ -19,7 +19,7 @@ KNOWN = {
     "no Muon": "no matrix was orthogonalized",  # vectors and prompts only
     # Which matrices have such updates depends on the machine: bf16 arithmetic adds noise of full
     # rank to them, and fp32 arithmetic, with which they were found, hardly any.
-    "low rank": "updates of a rank under 0.1",
+    "low rank": "updates with a rank under 0.1",
 }
 
 
