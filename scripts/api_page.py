@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import pkgutil
@@ -11,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+
+from generated_page import write_or_check
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "torch-ext"))
 
@@ -146,14 +147,5 @@ def made() -> str:
     return "\n".join(page).rstrip() + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
-    page = made()
-    if parser.parse_args().check and page != PAGE.read_text():
-        sys.exit(f"{PAGE} is out of date: run {Path(__file__).name}")
-    PAGE.write_text(page)
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(PAGE, made(), __doc__)

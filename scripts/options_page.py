@@ -5,12 +5,13 @@ A table follows each line ``<!-- options: … -->``, which names its options.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from generated_page import write_or_check
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "torch-ext"))
 
@@ -53,15 +54,5 @@ def with_tables(page: str) -> str:
     return TABLE.sub(table, page)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
-    page = PAGE.read_text()
-    made = with_tables(page)
-    if parser.parse_args().check and made != page:
-        sys.exit(f"{PAGE} is out of date: run {Path(__file__).name}")
-    PAGE.write_text(made)
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(PAGE, with_tables(PAGE.read_text()), __doc__)
