@@ -73,6 +73,14 @@ DARK = Theme(
 )
 
 
+THEMES = (LIGHT, DARK)
+
+
+def files_of(path: Path) -> list[Path]:
+    """NAME-light.png and NAME-dark.png, for NAME.png."""
+    return [path.with_name(f"{path.stem}-{each.name}{path.suffix or '.png'}") for each in THEMES]
+
+
 def save(path: Path, draw: Callable[[Any, Theme], Any]) -> str:
     """Draws in both themes, into NAME-light.png and NAME-dark.png.
 
@@ -84,12 +92,11 @@ def save(path: Path, draw: Callable[[Any, Theme], Any]) -> str:
         Both paths, to print.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = []
-    for theme in (LIGHT, DARK):
-        files.append(path.with_name(f"{path.stem}-{theme.name}{path.suffix or '.png'}"))
+    files = files_of(path)
+    for theme, file in zip(THEMES, files):
         with drawing(theme) as plt:
             figure = draw(plt, theme)
-            figure.savefig(files[-1], dpi=150)
+            figure.savefig(file, dpi=150)
             plt.close(figure)
     return ", ".join(map(str, files))
 

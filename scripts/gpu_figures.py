@@ -13,7 +13,7 @@ from typing import Any
 from gpu_sections import CHECKOUT, Aim
 
 sys.path.append(str(CHECKOUT / "examples"))
-from plots import Theme, label_rows, save
+from plots import Theme, files_of, label_rows, save
 
 FAKE = "Made without a device: no figure below says anything about one."
 
@@ -159,9 +159,9 @@ PICTURES: dict[str, tuple[str, Callable[..., str], list[Panel]]] = {
 }
 
 
-def files_of(name: str) -> list[str]:
-    """Names of a picture's files, in the light and in the dark theme."""
-    return [f"{name}-{theme}.png" for theme in ("light", "dark")]
+def names_of(picture: str) -> list[str]:
+    """Names of a picture's files."""
+    return [file.name for file in files_of(Path(picture))]
 
 
 def draw(tables: Sequence[Table], folder: Path, fake: bool) -> None:

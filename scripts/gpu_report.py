@@ -49,7 +49,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from gpu_figures import FAKE, PICTURES, Table, draw, files_of, judge, lines_of
+from gpu_figures import FAKE, PICTURES, Table, draw, judge, lines_of, names_of
 from gpu_sections import AIMS, CHECKOUT, SECTIONS, Machine, Section
 
 SLOW = 6  # times as long may all take with --full, or on a CPU with --fake
@@ -274,7 +274,7 @@ def report(results: Sequence[Result], about: Sequence[str], options: argparse.Na
     parts += ["## Sections", lines_of([head, *ends])]
     parts += ["## Aims", lines_of([aims, *judged])]
     for name in PICTURES:
-        light, dark = files_of(name)
+        light, dark = names_of(name)
         if (CHECKOUT / options.out / light).exists():
             media = "(prefers-color-scheme: dark)"
             source = f'<source media="{media}" srcset="{dark}">'
@@ -319,7 +319,7 @@ def copy(folder: Path, to: Path) -> None:
             for file in wanted:
                 tar.add(file, file.name)
         part.rename(to / name)
-    pictures = [name for picture in PICTURES for name in files_of(picture)]
+    pictures = [name for picture in PICTURES for name in names_of(picture)]
     for file in files:
         if file.name in ("report.md", "tables.json", *pictures):
             shutil.copyfile(file, to / file.name)
