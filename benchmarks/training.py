@@ -196,6 +196,10 @@ def last(curve: Curve) -> float:
     return curve[-1][1]
 
 
+def mean_of(curves: Sequence[Curve]) -> Curve:
+    return [(points[0][0], fmean(loss for _, loss in points)) for points in zip(*curves)]
+
+
 def of_matrices(grid: Grid) -> dict[float, float]:
     """Losses by the rate of the matrices, in its order, where the rest has its best rate."""
     rest = best_of(grid)[1]
@@ -237,8 +241,7 @@ class Comparison:
         return best_of(self.grids[name])
 
     def mean_curve(self, name: str) -> Curve:
-        points = zip(*self.finals[name])
-        return [(at_step[0][0], fmean(loss for _, loss in at_step)) for at_step in points]
+        return mean_of(self.finals[name])
 
     def steps_to_adamw(self) -> float:
         """Muon's steps until AdamW's last loss, between two validations on a straight line."""

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from small_models import TASKS, Task
 from timing import load_kernel, machine, pick_device, show
-from training import Curve, last, loss_of, to_device
+from training import Curve, last, loss_of, mean_of, to_device
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from plots import HEAD, Theme, add_head, save
@@ -131,13 +131,9 @@ def plot(path: Path, lrs: Sequence[float], curves: dict[tuple[float, str], list[
 
 
 def cost(runs: Sequence[Curve], baseline: Sequence[Curve]) -> Curve:
-    """Mean difference of the losses, seed by seed."""
-    points = []
-    for at_step in zip(*runs, *baseline):
-        losses = [loss for _, loss in at_step]
-        mean = fmean(losses[: len(runs)]) - fmean(losses[len(runs) :])
-        points.append((at_step[0][0], mean))
-    return points
+    """Mean loss of runs above that of others, by step."""
+    pairs = zip(mean_of(runs), mean_of(baseline))
+    return [(step, loss - other) for (step, loss), (_, other) in pairs]
 
 
 if __name__ == "__main__":
