@@ -20,6 +20,7 @@ MODES = ("auto", "spread", "redundant")
 # GB/s, which a host of eight H100s reaches with replicas on different hosts.
 FLOPS_PER_BYTE = {"cpu": 400}
 DEFAULT_FLOPS_PER_BYTE = 12_000
+RANKS_PER_HOST = 8  # ranks 8k to 8k + 7 share a host
 
 
 def share_work(entries: Sequence[Entry], rank: int, mode: str) -> list[Entry]:
@@ -70,8 +71,8 @@ def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
             costliest = max(costliest, cost)
             nbytes = matrices * block.rows * block.cols * entry.wire.itemsize
             sent += nbytes * (holders // shards - 1) / holders
-    # A host has eight ranks, 8k to 8k + 7; bytes travel ten times as fast within it.
-    one_host = min(ranks) // 8 == max(ranks) // 8
+    # Bytes travel ten times as fast within a host.
+    one_host = min(ranks) // RANKS_PER_HOST == max(ranks) // RANKS_PER_HOST
     default = DEFAULT_FLOPS_PER_BYTE / (10 if one_host else 1)
     per_byte = FLOPS_PER_BYTE.get(entries[0].device.type, default)
     return max(alone, costliest) - max(shared, costliest) > sent * per_byte
